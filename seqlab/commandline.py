@@ -1,0 +1,212 @@
+"""From what was typed to a checked configuration and a directory: composition, refusals in one line, exit codes.
+
+Imports neither JAX nor anything that does, so that --help and refusals answer at once.
+"""
+
+import difflib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+GROUPS = ("task", "model", "position", "norm", "optimizer", "train", "measure", "experiment")
+NOT_PART_OF_THE_RUN = ("runs", "overwrite")
+"""Keys that say where and whether, not what: they neither name a run nor bind its checkpoints."""
+
+OK, FAILED, REFUSED, DIVERGED = 0, 1, 2, 3
+
+_checkout = Path(__file__).resolve().parent.parent / "conf"
+CONFIG_PATH = str(_checkout) if (_checkout / "config.yaml").is_file() else "pkg://seqlab.conf"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run as asked for: its configuration, where it lives, and the command that asks for it again."""
+
+    config: DictConfig
+    choices: Mapping[str, str]
+    """Which file was taken of each group, for instance {"model": "ssm"}."""
+    directory: Path
+    command: str
+
+    @property
+    def name(self) -> str:
+        """<task>/<model>/<what differs from the defaults>"""
+        return "/".join(self.directory.parts[-3:])
+
+
+def launch(run: Callable[[Job], int]) -> int:
+    """Composes what `sys.argv` asks for and calls `run` on each job; returns the exit code.
+
+    A job refused (ValueError, an operating system's error) gets one line on standard error; in a sweep the others go on and
+    what failed is listed again at the end.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors arrive here and not as Hydra's own print-out
+    outcomes: list[tuple[str, int, str]] = []
+
+    def job(config: DictConfig) -> None:
+        in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        typed = shlex.join(HydraConfig.get().overrides.task)
+        if in_sweep:
+            say(f"[{len(outcomes) + 1}] {typed}")
+        code, reason = _guarded(lambda: run(_job(config, typed)))
+        outcomes.append((typed, code, reason))
+        if code > 128:  # stopped by a signal: so is the sweep
+            raise SystemExit(code)
+
+    def compose_and_run() -> int:
+        hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name="config")(job)()
+        return OK
+
+    code, reason = _guarded(compose_and_run)
+    if len(outcomes) > 1:
+        bad = [outcome for outcome in outcomes if outcome[1] != OK]
+        say(f"{len(outcomes) - len(bad)} of {len(outcomes)} runs finished" + "".join(f"\n  {t}: {r}" for t, _, r in bad))
+    return max([code, *(outcome[1] for outcome in outcomes)])
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _guarded(call: Callable[[], int]) -> tuple[int, str]:
+    """The exit code of a call and, where it is not 0, why: bad input is one line, a bug keeps its traceback."""
+    try:
+        code = call()
+    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
+        reason = _one_line(error)
+        if reason is None:
+            raise
+        say(f"seqlab: {reason}")
+        return REFUSED, reason
+    return code, {OK: "", DIVERGED: "every member diverged"}.get(code, f"exit code {code}")
+
+
+def _one_line(error: BaseException) -> str | None:
+    """What is wrong, in one line; None where it is a bug of ours rather than of the input."""
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        cause = error.__cause__
+        if isinstance(cause, ValueError | OSError) and not isinstance(cause, OmegaConfBaseException):
+            return _one_line(cause)
+        return _unknown_name() or str(error).strip().splitlines()[0]
+    return str(error).strip().splitlines()[0] if str(error).strip() else None
+
+
+def _unknown_name() -> str | None:
+    """The first name on the command line that does not exist, with the nearest that does."""
+    overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    loader = GlobalHydra.instance().config_loader()
+    groups = {*GROUPS, *(o.key_or_group for o in parsed if loader.get_group_options(o.key_or_group))}
+    valid_choices = []
+    for override in parsed:
+        group, value = override.key_or_group, override.value()
+        if group not in groups:
+            continue
+        choices = loader.get_group_options(group)
+        wanted = [str(v) for v in (value.list if override.is_choice_sweep() else [value])]
+        for choice in wanted:
+            if choice not in choices and value is not None:
+                return f"{group}={choice} is unknown; {_nearest(choice, choices)}"
+        valid_choices.append(f"{group}={wanted[-1]}")
+    config = hydra.compose("config", valid_choices)
+    keys = [key for key, _ in leaves(OmegaConf.to_container(config))]
+    branches = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
+    for override in parsed:
+        key = override.key_or_group
+        if key not in groups and key not in keys and key not in branches and override.is_change():
+            return f"{key} is unknown; {_nearest(key, keys)}"
+    return None
+
+
+def _nearest(name: str, valid: list[str]) -> str:
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    if not near:
+        near = [v for v in valid if v.rsplit(".")[-1] == name.rsplit(".")[-1]]
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"use one of {', '.join(valid)}" if len(valid) < 20 else "--cfg job shows every key"
+
+
+def _job(config: DictConfig, typed: str) -> Job:
+    choices = {name: choice for name, choice in HydraConfig.get().runtime.choices.items() if name in GROUPS}
+    plain = hydra.compose("config", [f"task={choices['task']}", f"model={choices['model']}"], return_hydra_config=True)
+    plain_choices = plain.hydra.runtime.choices
+    chosen = {
+        name: choice for name, choice in choices.items() if choice != plain_choices[name] and name != "experiment"
+    }
+    defaults = hydra.compose("config", [f"{name}={choice}" for name, choice in choices.items() if name != "experiment"])
+    usual = dict(leaves(OmegaConf.to_container(defaults)))
+    asked = dict(leaves(OmegaConf.to_container(config)))
+    changed = {key: value for key, value in asked.items() if key not in usual or value != usual[key]}
+    for key, value in changed.items():
+        if key in usual:
+            _check_kind(key, value, usual[key])
+    differences = chosen | {key: value for key, value in changed.items() if key not in NOT_PART_OF_THE_RUN}
+    directory = Path(config.runs) / choices["task"] / choices["model"] / _directory_name(differences)
+    return Job(config, choices, directory, f"python -m seqlab.run {typed}".strip())
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a list is a value, and so is an empty mapping."""
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree
+
+
+def _check_kind(key: str, value: Any, default: Any) -> None:
+    """Raises ValueError where a value cannot stand in the place of its default."""
+    if value is None and default is not None:
+        raise ValueError(f"{key}=null: it needs a value such as {default}")
+    if isinstance(default, str) or default is None or isinstance(value, str) and "${" in value:
+        return
+    if isinstance(default, bool):
+        allowed: tuple[type, ...] = (bool, str)
+    elif isinstance(default, int):
+        allowed = (int,)
+    elif isinstance(default, float):
+        allowed = (int, float)
+    else:
+        allowed = (type(default),)
+    if not isinstance(value, allowed) or isinstance(value, bool) != isinstance(default, bool) and bool in map(
+        type, (value,)
+    ):
+        raise ValueError(f"{key}={value} is not of the kind of its default, {default}")
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        if value < 0 or isinstance(default, int) and default > 0 and value < 1:
+            raise ValueError(f"{key}={value} must be {'at least 1' if default else 'at least 0'}; its default is {default}")
+
+
+def _directory_name(differences: Mapping[str, Any]) -> str:
+    """`position=rope,train.steps=300`, or `defaults`; unusual characters are replaced and long names cut, and then the name
+    ends in a digest, so that two different runs never share a directory.
+    """
+    if not differences:
+        return "defaults"
+    exact = ",".join(f"{key}={_text(value)}" for key, value in sorted(differences.items()))
+    name = re.sub(r"[^\w.,=\-+\[\]]", "_", exact)
+    if name != exact or len(name) > 150:
+        name = f"{name[:140]}-{sha256(exact.encode()).hexdigest()[:8]}"
+    return name
+
+
+def _text(value: Any) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)

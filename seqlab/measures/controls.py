@@ -1,0 +1,95 @@
+"""Exact controls: what theory says must come out of a model, whatever it has learnt.
+
+Each is a relative size: zero means at most `ZERO` (a causal model's view of the future must be 0.0), non-zero at least
+`NONZERO`. A control that does not hold means that the architecture is not what it claims to be.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from seqlab.measures.cost import state_bytes
+from seqlab.model import SequenceModel
+from seqlab.tasks.base import Task
+from seqlab.types import Curve, PRNGKey, Stream
+
+ZERO, NONZERO = 1e-5, 1e-3
+Expected = Literal["zero", "nonzero"]
+
+
+@dataclass(frozen=True)
+class Controls:
+    """Runs every control that applies to a model, on a few test sequences:
+
+    - future: the gradient of y_t with respect to x_s for s > t, t in the middle;
+    - order: f(permuted x) against permuted f(x);
+    - shift: outputs after padding put before the sequence, which shifts every position by half its length;
+    - padding: outputs after padding put behind the sequence;
+    - token_by_token: the step form against the parallel form, for a causal model that has one.
+    """
+
+    sequences: int = 4
+
+    def __call__(self, model: SequenceModel, task: Task, key: PRNGKey) -> dict[str, Curve]:
+        data_key, order_key, probe_key = jax.random.split(key, 3)
+        tokens = task.sample(data_key, self.sequences, "test").inputs
+        length = tokens.shape[1]
+        x = model.embed(tokens)
+        y = model.hidden(x)
+        pad = length // 2
+
+        def padded(before: int, after: int) -> Stream:
+            """The outputs at the real positions, with `pad` positions of padding."""
+            width = ((0, 0), (before, after))
+            mask = jnp.pad(jnp.ones(tokens.shape, bool), width)
+            return model.hidden(jnp.pad(x, (*width, (0, 0))), mask)[:, before : before + length]
+
+        order = jax.random.permutation(order_key, length)
+        values = {
+            "future": future(model, x, probe_key),
+            "order": distance(model.hidden(x[:, order]), y[:, order]),
+            "shift": distance(padded(pad, 0), y),
+            "padding": distance(padded(0, pad), y),
+        }
+        if state_bytes(model, 1) is not None:
+            start = model.init_state(self.sequences, length)
+            stepped = jax.lax.scan(model.step, start, tokens.T)[1].swapaxes(0, 1)
+            values["token_by_token"] = distance(stepped, model.unembed(y))
+        return {name: Curve(value) for name, value in values.items()}
+
+
+def expected(model: SequenceModel) -> dict[str, Expected]:
+    """What each control must show for this model."""
+
+    def nonzero_if(condition: bool) -> Expected:
+        return "nonzero" if condition else "zero"
+
+    return {
+        "future": nonzero_if(not model.causal),
+        "order": nonzero_if(model.sees_order),
+        "shift": nonzero_if(model.position.absolute),
+        "padding": "zero",
+    } | ({"token_by_token": "zero"} if state_bytes(model, 1) is not None else {})
+
+
+def holds(name: str, expectation: Expected, value: float) -> bool:
+    """Whether a value is what was expected; NaN is neither zero nor non-zero."""
+    if expectation == "nonzero":
+        return value >= NONZERO
+    return value == 0.0 if name == "future" else value <= ZERO
+
+
+def future(model: SequenceModel, x: Stream, key: PRNGKey) -> Float[Array, ""]:
+    """Share of the gradient of a random read-out of the middle position that falls on later positions."""
+    middle = (x.shape[1] - 1) // 2
+    probe = jax.random.normal(key, x[:, middle].shape)
+    gradient = jax.grad(lambda x: (model.hidden(x)[:, middle] * probe).sum())(x)
+    return jnp.linalg.norm(gradient[:, middle + 1 :]) / jnp.linalg.norm(gradient)
+
+
+def distance(y: Array, reference: Array) -> Float[Array, ""]:
+    """Relative L2 distance."""
+    return jnp.linalg.norm(y - reference) / jnp.linalg.norm(reference)

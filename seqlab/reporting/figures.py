@@ -1,0 +1,138 @@
+"""Figures of populations: curves with a band, bars with a dot a member. No pyplot state, no display needed."""
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import TypeAlias
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from seqlab.reporting.results import Results
+from seqlab.reporting.statistics import Members, spread
+
+# Ten colours that stay apart under every common colour blindness and in grey (Petroff 2021, arXiv:2107.02270); the
+# markers say the same once more.
+COLORS = matplotlib.color_sequences["petroff10"]
+MARKERS = "os^Dv<>PX*"
+DASHES = ((0, (6, 3)), (0, (2, 2)), (0, (8, 2, 2, 2)), (0, (1, 3)))
+Axis: TypeAlias = Sequence | np.ndarray
+"""The X values of a curve: numbers or words."""
+
+WIDTH, HEIGHT, LEGEND_ROW = 6.4, 4.0, 0.22
+"""In inches; a legend stands below the axes and the figure grows with its rows."""
+
+
+def measure_figures(runs: Mapping[str, Results]) -> dict[str, Figure]:
+    """All runs side by side: a figure for each measure over one axis (curves) or over none (bars), by its name.
+
+    The ceilings of the runs' task are drawn where they belong: at bars all that speak of that measure, at curves chance.
+    """
+    figures = {}
+    for name in dict.fromkeys(name for results in runs.values() for name in results["measures"]):
+        measures = {run: results["measures"][name] for run, results in runs.items() if name in results["measures"]}
+        first = runs[next(iter(measures))]
+        axes = list(measures[next(iter(measures))]["axes"])
+        values = {run: m["values"] for run, m in measures.items() if list(m["axes"]) == axes}
+        references = _ceilings_of(name, first)
+        label = name.replace("_", " ")
+        if not axes:
+            figures[name] = bar_figure(values, label, references)
+        elif len(axes) == 1:
+            points = {run: measures[run]["axes"][axes[0]] for run in values}
+            wide = all(not isinstance(x, str) and min(xs) > 0 and max(xs) >= 8 * min(xs) for xs in points.values() for x in xs)
+            chance = {key: value for key, value in first["ceilings"].items() if key == "chance"}
+            figures[name] = curve_figure({run: (points[run], values[run]) for run in values}, axes[0], label, chance, wide)
+    return figures
+
+
+def _ceilings_of(measure: str, results: Results) -> dict[str, float]:
+    """Ceilings are named after the measure they speak of, `measure/strategy`, those of the main metric by strategy alone."""
+    main = next(iter(results["members"][0]["metrics"]), None)
+    if measure == main:
+        return {name.replace("_", " "): value for name, value in results["ceilings"].items() if "/" not in name}
+    prefix = f"{measure}/"
+    return {
+        name.removeprefix(prefix).replace("_", " "): value
+        for name, value in results["ceilings"].items()
+        if name.startswith(prefix)
+    }
+
+
+def curve_figure(
+    curves: Mapping[str, tuple[Axis, Members]],
+    x_label: str,
+    y_label: str,
+    references: Mapping[str, float] | None = None,
+    log_x: bool = False,
+) -> Figure:
+    """Draws for each label the mean over members and, where there are several, a band from the lowest to the highest.
+
+    Args:
+        curves: label -> (values of the x axis [X], values of the members [P, X]).
+        references: label -> height of a dashed line: chance, a ceiling.
+        log_x: a logarithmic axis to base 2.
+    """
+    figure, axes = _axes(curves, references)
+    for i, (label, (x, values)) in enumerate(curves.items()):
+        mean, low, high = spread(values)
+        color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
+        axes.plot(x, mean, color=color, marker=marker, markersize=5, label=label)
+        if len(np.asarray(values)) > 1:
+            axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+    if log_x:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+    _references(axes, references)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    _legend(figure, axes)
+    return figure
+
+
+def bar_figure(bars: Mapping[str, Members], y_label: str, references: Mapping[str, float] | None = None) -> Figure:
+    """Draws for each label a bar as high as the mean of the members' values [P], and every member as a dot.
+
+    Args:
+        references: label -> height of a dashed line: chance, a ceiling.
+    """
+    figure, axes = _axes({}, references)
+    for i, values in enumerate(bars.values()):
+        members = np.atleast_1d(np.asarray(values, dtype=np.float64))
+        axes.bar(i, float(spread(members).mean), width=0.7, color=COLORS[i % len(COLORS)], alpha=0.6)
+        offsets = np.linspace(-0.2, 0.2, len(members)) if len(members) > 1 else np.zeros(1)
+        axes.plot(i + offsets, members, linestyle="", marker="o", markersize=4, color="black", markeredgecolor="white")
+    _references(axes, references)
+    crowded = len(bars) * max(map(len, bars), default=0) > 60  # letters that fit side by side
+    axes.set_xticks(range(len(bars)), list(bars), rotation=30 if crowded else 0, ha="right" if crowded else "center")
+    axes.set_ylabel(y_label)
+    _legend(figure, axes)
+    return figure
+
+
+def _axes(curves: Mapping[str, tuple], references: Mapping[str, float] | None) -> tuple[Figure, Axes]:
+    labels = [*curves, *(references or {})]
+    rows = ceil(len(labels) / _columns(labels))
+    figure = Figure(figsize=(WIDTH, HEIGHT + LEGEND_ROW * rows), layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _references(axes: Axes, references: Mapping[str, float] | None) -> None:
+    for i, (label, y) in enumerate((references or {}).items()):
+        axes.axhline(y, color="0.35", linewidth=1.2, linestyle=DASHES[i % len(DASHES)], label=label, zorder=1)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        figure.legend(handles, labels, loc="outside lower center", ncols=_columns(labels), frameon=False, fontsize=9)
+
+
+def _columns(labels: Sequence[str]) -> int:
+    """As many columns of the longest label as the width holds."""
+    return max(1, min(4, int(96 / (max(map(len, labels), default=0) + 7))))

@@ -1,0 +1,295 @@
+"""Trains a population of one model on one task, measures it and records it: `python -m seqlab.run model=ssm task=mqar`.
+
+compose -> train -> measure -> report. JAX is imported only once there is something to compute.
+"""
+
+import shutil
+import sys
+from collections.abc import Mapping
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from seqlab.commandline import DIVERGED, NOT_PART_OF_THE_RUN, OK, Job, launch, leaves, say
+
+if TYPE_CHECKING:
+    from seqlab.reporting.results import Results
+    from seqlab.reporting.tensorboard import TensorBoard
+    from seqlab.tasks.base import Task
+    from seqlab.training.checkpoints import Checkpoints
+    from seqlab.training.fit import Fitted
+    from seqlab.training.program import Program, TrainState
+    from seqlab.types import Curve
+
+CONFIG_FILE = "config.yaml"
+SIGNALLED = 128  # an exit code of 128 + n says that signal n ended the process
+MEASURE_KEY = 1
+EXIT_CODES = {"finished": OK, "diverged": DIVERGED}
+
+
+def main() -> None:
+    sys.exit(launch(run))
+
+
+def run(job: Job) -> int:
+    """One run, from its start or its last checkpoint to its results; returns the exit code."""
+    from seqlab.reporting.results import read_results
+
+    if (job.directory / "results.json").exists() and not job.config.overwrite:
+        results = read_results(job.directory)
+        if results["status"] in EXIT_CODES:
+            say(f"{job.directory} is {results['status']} already; overwrite=true starts it anew")
+            return show(results)
+
+    use_compilation_cache()
+    task, program = build(job)
+    prepare_directory(job)
+    return show(*train_and_measure(job, task, program))
+
+
+def build(job: Job) -> tuple["Task", "Program"]:
+    """The task and the training program, from constructor calls in the configuration; nothing is compiled yet.
+
+    Raises:
+        ValueError: some values do not fit together.
+    """
+    from hydra.utils import instantiate
+
+    from seqlab.training.program import Program
+
+    config = job.config
+    task = instantiate(config.task, _convert_="all")
+    program = Program(
+        build=partial(instantiate(config.model.build), task.vocab.size),
+        optimizer=instantiate(config.optimizer),
+        steps=config.train.steps,
+        batch_size=config.train.batch_size,
+        compute_dtype=config.train.compute_dtype,
+    )
+    task = task.asked_of(program.abstract_model.causal)
+    program.check(task)
+    return task, program
+
+
+def prepare_directory(job: Job) -> None:
+    """Makes the run's directory, or checks that what is in it was the same run.
+
+    Raises:
+        ValueError: the directory holds another run.
+        OSError: it cannot be written.
+    """
+    file = job.directory / CONFIG_FILE
+    config = {k: v for k, v in OmegaConf.to_container(job.config, resolve=True).items() if k not in NOT_PART_OF_THE_RUN}
+    if file.exists() and job.config.overwrite:
+        shutil.rmtree(job.directory)
+    elif file.exists():
+        before, now = (dict(leaves(tree)) for tree in (OmegaConf.to_container(OmegaConf.load(file)), config))
+        changed = [
+            f"{k} was {before.get(k)} and is {now.get(k)}" for k in {**before, **now} if before.get(k) != now.get(k)
+        ]
+        if changed:
+            raise ValueError(f"{job.directory} was made with another config ({'; '.join(changed)}); use overwrite=true")
+    job.directory.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, file)
+
+
+def train_and_measure(job: Job, task: "Task", program: "Program") -> tuple["Results", int | None]:
+    """The run proper: its results, which are on disk however it ends, and the signal that stopped it, if one did."""
+    from seqlab.reporting.results import write_results
+    from seqlab.reporting.tensorboard import TensorBoard
+    from seqlab.training.checkpoints import Checkpoints
+
+    config = job.config
+    seeds = range(config.seed, config.seed + config.population.seeds)
+    members = list(product(config.population.learning_rates, seeds))
+    results = blank_results(job, task, program, members)
+    say(opening_line(job, results))
+    try:
+        with Checkpoints(job.directory / "checkpoints") as checkpoints:
+            states, seconds = start(program, members, checkpoints)
+            first_step = int(states.step[0])
+            with TensorBoard(job.directory, first_step) as board:
+                board.session_start(hyperparameters(job, results), group=job.name)
+                board.text("config", first_step, f"```yaml\n{OmegaConf.to_yaml(config, resolve=True)}\n```")
+                fitted = train(job, task, program, states, checkpoints, board, seconds)
+                add_training(results, fitted)
+                if fitted.status != "interrupted":
+                    add_measures(results, job, task, program, fitted)
+                report(results, board, fitted.step)
+    except Exception:
+        write_results(job.directory, results | {"status": "failed"})
+        raise
+    write_results(job.directory, results)
+    return results, fitted.signal
+
+
+def start(program: "Program", members: list[tuple[float, int]], checkpoints: "Checkpoints") -> tuple["TrainState", float]:
+    """The population at its newest checkpoint, or before its first step; and the seconds it has trained."""
+    import jax
+
+    rates, seeds = zip(*members, strict=True)
+    restored = checkpoints.restore(jax.eval_shape(program.init, np.array(seeds), np.array(rates)))
+    if restored is None:
+        return program.init(np.array(seeds), np.array(rates)), 0.0
+    say(f"resuming at step {int(restored[0].step[0]):,} of {program.steps:,}")
+    return restored
+
+
+def train(
+    job: Job,
+    task: "Task",
+    program: "Program",
+    states: "TrainState",
+    checkpoints: "Checkpoints",
+    board: "TensorBoard",
+    seconds: float,
+) -> "Fitted":
+    from seqlab.reporting.progress import TrainingProgress
+    from seqlab.training.fit import Schedule, fit
+
+    settings = {key: job.config.train[key] for key in Schedule.__dataclass_fields__}
+    tokens = program.batch_size * task.length * len(states.step)
+    with TrainingProgress(program.steps, task.main_metric, tokens, int(states.step[0])) as bar:
+
+        def record(step: int, values: Mapping[str, np.ndarray]) -> None:
+            board.scalars(step, values)
+            bar.update(step, values)
+
+        return fit(program, task, states, Schedule(**settings), checkpoints, record, seconds)
+
+
+def blank_results(job: Job, task: "Task", program: "Program", members: list[tuple[float, int]]) -> "Results":
+    """What is known before training."""
+    import jax
+
+    from seqlab.measures import cost
+    from seqlab.reporting.results import versions
+
+    batch = jax.eval_shape(lambda: task.sample(jax.random.key(0), 2, "test"))
+    model = program.abstract_model
+    return {
+        "status": "failed",
+        "command": job.command,
+        "config": OmegaConf.to_container(job.config, resolve=True),
+        "versions": versions(),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "members": [
+            {"seed": seed, "learning_rate": rate, "status": "failed", "metrics": {}} for rate, seed in members
+        ],
+        "measures": {},
+        "ceilings": task.ceilings(),
+        "controls": {},
+        "cost": {
+            "parameters": cost.parameters(model),
+            "state_bytes": cost.state_bytes(model, task.length),
+            "flops_per_token": cost.flops_per_token(model, task.length, batch.scored.shape[1]),
+            "tokens_per_second": None,
+            "compile_seconds": None,
+            "train_seconds": None,
+        },
+    }
+
+
+def add_training(results: "Results", fitted: "Fitted") -> None:
+    from seqlab.training.program import ALIVE
+
+    results["status"] = fitted.status
+    for member, diverged_at in zip(results["members"], fitted.states.diverged_at.tolist(), strict=True):
+        member["status"] = fitted.status if diverged_at == ALIVE else "diverged"
+    for quantity in ("tokens_per_second", "compile_seconds", "train_seconds"):
+        results["cost"][quantity] = getattr(fitted, quantity)
+
+
+def add_measures(results: "Results", job: Job, task: "Task", program: "Program", fitted: "Fitted") -> None:
+    """Runs the task's measures and the controls on the trained population."""
+    import jax
+    from hydra.utils import instantiate
+
+    from seqlab.measures import controls
+
+    key = jax.random.key(MEASURE_KEY)
+    curves: dict[str, Curve] = {}
+    for measure in job.config.measure.values():
+        curves |= program.measure(instantiate(measure), fitted.states, task, key, program.compute_dtype)
+    results["measures"] = {
+        name: {"axes": dict(curve.axes), "values": np.asarray(curve.values)} for name, curve in curves.items()
+    }
+    numbers = {name: measure["values"] for name, measure in results["measures"].items() if not measure["axes"]}
+    for index, member in enumerate(results["members"]):
+        member["metrics"] = {name: float(values[index]) for name, values in numbers.items()}
+
+    expected = controls.expected(program.abstract_model)
+    found = program.measure(controls.Controls(), fitted.states, task, key)
+    for name, expectation in expected.items():
+        values = [
+            value
+            for value, member in zip(found[name].values.tolist(), results["members"], strict=True)
+            if member["status"] != "diverged"
+        ]
+        worst = max(values, default=None) if expectation == "zero" else min(values, default=None)
+        holds = all(controls.holds(name, expectation, value) for value in values)
+        results["controls"][name] = {"expected": expectation, "value": worst, "holds": holds}
+
+
+def report(results: "Results", board: "TensorBoard", step: int) -> None:
+    """Writes the outcome to TensorBoard."""
+    from seqlab.reporting.figures import measure_figures
+    from seqlab.reporting.results import markdown
+
+    for name, figure in measure_figures({"": results}).items():
+        board.figure(name, step, figure)
+    metrics = [member["metrics"] for member in results["members"]]
+    board.text("result", step, markdown(results))
+    board.session_end(
+        results["status"], {f"test/{name}": [m[name] for m in metrics] for name in metrics[0]}, step
+    )
+
+
+def show(results: "Results", signal: int | None = None) -> int:
+    """Prints a summary; returns the exit code."""
+    from seqlab.reporting.progress import print_summary
+
+    print_summary(results)
+    return EXIT_CODES.get(results["status"], SIGNALLED + (signal or 0))
+
+
+def opening_line(job: Job, results: "Results") -> str:
+    size = results["cost"]
+    state = "no token-by-token state" if size["state_bytes"] is None else f"{size['state_bytes']:,} state bytes"
+    members = len(results["members"])
+    return (
+        f"{job.name}: {results['device']}, {members} member{'s' * (members > 1)}, {size['parameters']:,} parameters "
+        f"and {state} each -> {job.directory}"
+    )
+
+
+def hyperparameters(job: Job, results: "Results") -> dict[str, Any]:
+    """The words of the command line that a comparison sorts by: choices, and plain values outside constructor calls."""
+    values = OmegaConf.to_container(job.config, resolve=True)
+    plain = {
+        key: value
+        for key, value in leaves(values)
+        if key.split(".")[0] in ("task", "model", "train", "optimizer", "population", "seed", "scan")
+        and ".build" not in key
+        and "_target_" not in key
+    }
+    choices = {group: choice for group, choice in job.choices.items() if group not in ("measure", "experiment")}
+    return choices | plain | {name: results["cost"][name] for name in ("parameters", "state_bytes", "flops_per_token")}
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache directory, unless JAX was told of another place."""
+    import jax
+    from platformdirs import user_cache_path
+
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(user_cache_path("seqlab") / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Strict JAX for all tests, and shapes checked: every function of seqlab runs through jaxtyping and beartype."""
+
+import os
+from pathlib import Path
+
+import jax
+from jaxtyping import install_import_hook
+
+install_import_hook("seqlab", "beartype.beartype")
+
+
+def pytest_configure(config):
+    # beartype on the type parameters of flax's own nnx.State
+    config.addinivalue_line("filterwarnings", "ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning")
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path(config.rootpath, ".pytest_cache", "xla"))
+    for name, value in {
+        "jax_numpy_dtype_promotion": "strict",
+        "jax_numpy_rank_promotion": "raise",
+        "jax_compilation_cache_dir": cache,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }.items():
+        jax.config.update(name, value)
