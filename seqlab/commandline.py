@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -97,41 +99,53 @@ def _guarded(call: Callable[[], int]) -> tuple[int, str]:
 
 
 def _one_line(error: BaseException) -> str | None:
-    """What is wrong, in one line; None where it is a bug of ours rather than of the input."""
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    """What is wrong, in one line; None where there is nothing to say."""
     if isinstance(error, HydraException | OmegaConfBaseException):
         cause = error.__cause__
-        if isinstance(cause, ValueError | OSError) and not isinstance(cause, OmegaConfBaseException):
-            return _one_line(cause)
-        return _unknown_name() or str(error).strip().splitlines()[0]
-    return str(error).strip().splitlines()[0] if str(error).strip() else None
+        if isinstance(cause, ValueError | OSError) and not isinstance(cause, HydraException | OmegaConfBaseException):
+            return _one_line(cause)  # a constructor's own refusal
+        unknown = _unknown_name()
+        if unknown:
+            return unknown
+    elif isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return next(iter(str(error).strip().splitlines()), None)
 
 
 def _unknown_name() -> str | None:
-    """The first name on the command line that does not exist, with the nearest that does."""
-    overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    loader = GlobalHydra.instance().config_loader()
-    groups = {*GROUPS, *(o.key_or_group for o in parsed if loader.get_group_options(o.key_or_group))}
-    valid_choices = []
-    for override in parsed:
-        group, value = override.key_or_group, override.value()
-        if group not in groups:
-            continue
-        choices = loader.get_group_options(group)
-        wanted = [str(v) for v in (value.list if override.is_choice_sweep() else [value])]
-        for choice in wanted:
-            if choice not in choices and value is not None:
-                return f"{group}={choice} is unknown; {_nearest(choice, choices)}"
-        valid_choices.append(f"{group}={wanted[-1]}")
-    config = hydra.compose("config", valid_choices)
-    keys = [key for key, _ in leaves(OmegaConf.to_container(config))]
+    """The first name on the command line that does not exist, with the nearest that does; None if all exist."""
+    if GlobalHydra.instance().is_initialized():  # the configuration was composed, so all names exist
+        return None
+    typed = get_args_parser().parse_args()
+    if CONFIG_PATH.startswith("pkg://"):
+        search = initialize_config_module(CONFIG_PATH.removeprefix("pkg://"), version_base="1.3")
+    else:
+        search = initialize_config_dir(CONFIG_PATH, version_base="1.3")
+    try:
+        overrides = OverridesParser.create().parse_overrides(typed.overrides)
+    except HydraException:
+        return None
+    with search:
+        loader = GlobalHydra.instance().config_loader()
+        if typed.config_dir:
+            loader.get_search_path().prepend("command-line", f"file://{Path(typed.config_dir).absolute()}")
+        valid = []
+        for override in overrides:
+            group = override.key_or_group
+            if group not in GROUPS:
+                continue
+            choices = loader.get_group_options(group)
+            for choice in override.value().list if override.is_choice_sweep() else [override.value()]:
+                if choice is not None and choice not in choices:
+                    return f"{group}={choice} is unknown; {_nearest(choice, choices)}"
+                valid.append(f"{group}={'null' if choice is None else choice}")
+        keys = [key for key, _ in leaves(OmegaConf.to_container(compose("config", valid)))]
     branches = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
-    for override in parsed:
+    for override in overrides:
         key = override.key_or_group
-        if key not in groups and key not in keys and key not in branches and override.is_change():
-            return f"{key} is unknown; {_nearest(key, keys)}"
+        if override.is_add() or key.startswith("hydra") or key in {*GROUPS, *keys, *branches}:
+            continue
+        return f"{key} is unknown; {_nearest(key, keys)}"
     return None
 
 
@@ -141,17 +155,19 @@ def _nearest(name: str, valid: list[str]) -> str:
         near = [v for v in valid if v.rsplit(".")[-1] == name.rsplit(".")[-1]]
     if near:
         return f"did you mean {near[0]}?"
-    return f"use one of {', '.join(valid)}" if len(valid) < 20 else "--cfg job shows every key"
+    if len(valid) > 20:
+        return "--cfg job shows every key"
+    return f"use {', '.join(valid)}" if valid else "there is none"
 
 
 def _job(config: DictConfig, typed: str) -> Job:
     choices = {name: choice for name, choice in HydraConfig.get().runtime.choices.items() if name in GROUPS}
-    plain = hydra.compose("config", [f"task={choices['task']}", f"model={choices['model']}"], return_hydra_config=True)
+    plain = compose("config", [f"task={choices['task']}", f"model={choices['model']}"], return_hydra_config=True)
     plain_choices = plain.hydra.runtime.choices
     chosen = {
         name: choice for name, choice in choices.items() if choice != plain_choices[name] and name != "experiment"
     }
-    defaults = hydra.compose("config", [f"{name}={choice}" for name, choice in choices.items() if name != "experiment"])
+    defaults = compose("config", [f"{name}={choice}" for name, choice in choices.items() if name != "experiment"])
     usual = dict(leaves(OmegaConf.to_container(defaults)))
     asked = dict(leaves(OmegaConf.to_container(config)))
     changed = {key: value for key, value in asked.items() if key not in usual or value != usual[key]}
@@ -173,26 +189,22 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _check_kind(key: str, value: Any, default: Any) -> None:
-    """Raises ValueError where a value cannot stand in the place of its default."""
-    if value is None and default is not None:
-        raise ValueError(f"{key}=null: it needs a value such as {default}")
-    if isinstance(default, str) or default is None or isinstance(value, str) and "${" in value:
+    """Raises ValueError where a value cannot stand in the place of its default: counts stay counts."""
+    interpolated = isinstance(value, str) and "${" in value
+    if default is None or isinstance(default, str) or interpolated:
         return
     if isinstance(default, bool):
-        allowed: tuple[type, ...] = (bool, str)
-    elif isinstance(default, int):
-        allowed = (int,)
-    elif isinstance(default, float):
-        allowed = (int, float)
+        fits = isinstance(value, bool | str)  # model.bidirectional=concat
+    elif isinstance(default, int | float):
+        fits = isinstance(value, int if isinstance(default, int) else int | float) and not isinstance(value, bool)
     else:
-        allowed = (type(default),)
-    if not isinstance(value, allowed) or isinstance(value, bool) != isinstance(default, bool) and bool in map(
-        type, (value,)
-    ):
-        raise ValueError(f"{key}={value} is not of the kind of its default, {default}")
+        fits = isinstance(value, type(default))
+    if not fits:
+        raise ValueError(f"{key}={_text(value)} is not of the kind of its default, {_text(default)}")
     if isinstance(default, int | float) and not isinstance(default, bool):
-        if value < 0 or isinstance(default, int) and default > 0 and value < 1:
-            raise ValueError(f"{key}={value} must be {'at least 1' if default else 'at least 0'}; its default is {default}")
+        least = 1 if isinstance(default, int) and default > 0 else 0
+        if not value >= least:
+            raise ValueError(f"{key}={value} must be at least {least}; its default is {default}")
 
 
 def _directory_name(differences: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from seqlab.reporting.tensorboard import TensorBoard
     from seqlab.tasks.base import Task
     from seqlab.training.checkpoints import Checkpoints
-    from seqlab.training.fit import Fitted
+    from seqlab.training.fit import Fitted, Schedule
     from seqlab.training.program import Program, TrainState
     from seqlab.types import Curve
 
@@ -69,8 +69,13 @@ def build(job: Job) -> tuple["Task", "Program"]:
         batch_size=config.train.batch_size,
         compute_dtype=config.train.compute_dtype,
     )
-    task = task.asked_of(program.abstract_model.causal)
+    try:
+        causal = program.abstract_model.causal
+    except TypeError as error:  # an argument that a constructor does not know
+        raise ValueError(f"model={job.choices['model']} cannot be built: {error}") from error
+    task = task.asked_of(causal)
     program.check(task)
+    schedule(job)
     return task, program
 
 
@@ -148,9 +153,8 @@ def train(
     seconds: float,
 ) -> "Fitted":
     from seqlab.reporting.progress import TrainingProgress
-    from seqlab.training.fit import Schedule, fit
+    from seqlab.training.fit import fit
 
-    settings = {key: job.config.train[key] for key in Schedule.__dataclass_fields__}
     tokens = program.batch_size * task.length * len(states.step)
     with TrainingProgress(program.steps, task.main_metric, tokens, int(states.step[0])) as bar:
 
@@ -158,7 +162,13 @@ def train(
             board.scalars(step, values)
             bar.update(step, values)
 
-        return fit(program, task, states, Schedule(**settings), checkpoints, record, seconds)
+        return fit(program, task, states, schedule(job), checkpoints, record, seconds)
+
+
+def schedule(job: Job) -> "Schedule":
+    from seqlab.training.fit import Schedule
+
+    return Schedule(**{key: job.config.train[key] for key in Schedule.__dataclass_fields__})
 
 
 def blank_results(job: Job, task: "Task", program: "Program", members: list[tuple[float, int]]) -> "Results":

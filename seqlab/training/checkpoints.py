@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
@@ -25,13 +26,15 @@ class Checkpoints:
         self._orbax.save_async(step, {**arrays, "train_seconds": np.float64(train_seconds)})
 
     def restore(self, like: TrainState) -> tuple[TrainState, float] | None:
-        """The newest state and the seconds trained until then, or None where there is none."""
+        """The newest state, shaped `like` this one (which may be abstract), and the seconds trained until then; None
+        where there is no checkpoint.
+        """
         if self._orbax.latest is None:
             return None
-        expected = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in _named(like).items()}
+        expected = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in jax.eval_shape(_named, like).items()}
         loaded = self._orbax.load(self._orbax.latest, {**expected, "train_seconds": np.float64(0)})
         leaves = [
-            jax.random.wrap_key_data(loaded[name]) if _is_key(leaf) else jax.numpy.asarray(loaded[name])
+            jax.random.wrap_key_data(jnp.asarray(loaded[name])) if _is_key(leaf) else jnp.asarray(loaded[name])
             for name, leaf in _leaves(like)
         ]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), float(loaded["train_seconds"])

@@ -39,6 +39,10 @@ class Schedule:
     checkpoint_every: int
     target: float | None = None
 
+    def __post_init__(self):
+        if not isinstance(self.target, int | float | None):
+            raise ValueError(f"train.target={self.target} is not a number; null never stops early")
+
     def next_boundary(self, step: int, last: int) -> int:
         return min(last, *((step // every + 1) * every for every in (self.chunk, self.eval_every, self.checkpoint_every)))
 

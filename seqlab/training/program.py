@@ -24,6 +24,7 @@ from seqlab.types import Batch, Curve, PRNGKey, Split
 Metrics = dict[str, Float[Array, "..."]]
 
 ALIVE = -1
+COMPUTE_DTYPES = ("float32", "bfloat16")
 
 
 @struct.dataclass
@@ -83,6 +84,8 @@ class Program:
 
     def check(self, task: Task) -> None:
         """Traces one step without computing it, so that what does not fit is refused (ValueError) before anything runs."""
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            raise ValueError(f"train.compute_dtype={self.compute_dtype} is unknown; use {' or '.join(COMPUTE_DTYPES)}")
         states = jax.eval_shape(self.init, np.zeros(1), np.zeros(1))
         jax.eval_shape(jax.vmap(self.train_step, in_axes=(0, None)), states, task)
 
