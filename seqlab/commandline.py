@@ -8,18 +8,21 @@ import os
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -31,8 +34,8 @@ NOT_PART_OF_THE_RUN = ("runs", "overwrite")
 
 OK, FAILED, REFUSED, DIVERGED = 0, 1, 2, 3
 
-_checkout = Path(__file__).resolve().parent.parent / "conf"
-CONFIG_PATH = str(_checkout) if (_checkout / "config.yaml").is_file() else "pkg://seqlab.conf"
+_packaged = Path(__file__).resolve().parent / "conf"  # in a wheel; in a checkout it stands beside the package
+CONFIG_PATH = str(_packaged if _packaged.is_dir() else _packaged.parent.parent / "conf")
 
 
 @dataclass(frozen=True)
@@ -51,55 +54,76 @@ class Job:
         return "/".join(self.directory.parts[-3:])
 
 
+class Refused(Exception):
+    """Bad input: one line that names the value and what would work. Nothing was written."""
+
+
 def launch(run: Callable[[Job], int]) -> int:
     """Composes what `sys.argv` asks for and calls `run` on each job; returns the exit code.
 
-    A job refused (ValueError, an operating system's error) gets one line on standard error; in a sweep the others go on and
-    what failed is listed again at the end.
+    Bad input gets one line on standard error, a bug its traceback; in a sweep the other jobs go on, and what went wrong is
+    listed again at the end.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors arrive here and not as Hydra's own print-out
     outcomes: list[tuple[str, int, str]] = []
 
     def job(config: DictConfig) -> None:
-        in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         typed = shlex.join(HydraConfig.get().overrides.task)
-        if in_sweep:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
             say(f"[{len(outcomes) + 1}] {typed}")
-        code, reason = _guarded(lambda: run(_job(config, typed)))
+
+        def call() -> int:
+            with refusals():
+                asked = _job(config, typed)
+            return run(asked)
+
+        code, reason = _outcome(call)
         outcomes.append((typed, code, reason))
         if code > 128:  # stopped by a signal: so is the sweep
             raise SystemExit(code)
 
     def compose_and_run() -> int:
-        hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name="config")(job)()
+        with refusals():
+            hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name="config")(job)()
         return OK
 
-    code, reason = _guarded(compose_and_run)
+    code, _ = _outcome(compose_and_run)
     if len(outcomes) > 1:
         bad = [outcome for outcome in outcomes if outcome[1] != OK]
-        say(f"{len(outcomes) - len(bad)} of {len(outcomes)} runs finished" + "".join(f"\n  {t}: {r}" for t, _, r in bad))
+        say(f"{len(outcomes) - len(bad)} of {len(outcomes)} runs finished")
+        for typed, _, reason in bad:
+            say(f"  {typed}: {reason}")
     return max([code, *(outcome[1] for outcome in outcomes)])
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Within, what cannot be composed, does not fit together or cannot be opened is bad input."""
+    try:
+        yield
+    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
+        raise Refused(_one_line(error)) from error
 
 
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _guarded(call: Callable[[], int]) -> tuple[int, str]:
-    """The exit code of a call and, where it is not 0, why: bad input is one line, a bug keeps its traceback."""
+def _outcome(call: Callable[[], int]) -> tuple[int, str]:
+    """The exit code of a call and, where it is not 0, why."""
     try:
         code = call()
-    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
-        reason = _one_line(error)
-        if reason is None:
-            raise
-        say(f"seqlab: {reason}")
-        return REFUSED, reason
-    return code, {OK: "", DIVERGED: "every member diverged"}.get(code, f"exit code {code}")
+    except Refused as refused:
+        say(f"seqlab: {refused}")
+        return REFUSED, str(refused)
+    except Exception as error:
+        traceback.print_exc()
+        return FAILED, f"{type(error).__name__}: {error}"
+    return code, {OK: "", DIVERGED: "every member diverged"}.get(code, f"stopped by signal {code - 128}")
 
 
-def _one_line(error: BaseException) -> str | None:
-    """What is wrong, in one line; None where there is nothing to say."""
+def _one_line(error: BaseException) -> str:
+    """What is wrong, in one line."""
     if isinstance(error, HydraException | OmegaConfBaseException):
         cause = error.__cause__
         if isinstance(cause, ValueError | OSError) and not isinstance(cause, HydraException | OmegaConfBaseException):
@@ -109,7 +133,7 @@ def _one_line(error: BaseException) -> str | None:
             return unknown
     elif isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return next(iter(str(error).strip().splitlines()), None)
+    return next(iter(str(error).strip().splitlines()), repr(error))
 
 
 def _unknown_name() -> str | None:
@@ -117,10 +141,7 @@ def _unknown_name() -> str | None:
     if GlobalHydra.instance().is_initialized():  # the configuration was composed, so all names exist
         return None
     typed = get_args_parser().parse_args()
-    if CONFIG_PATH.startswith("pkg://"):
-        search = initialize_config_module(CONFIG_PATH.removeprefix("pkg://"), version_base="1.3")
-    else:
-        search = initialize_config_dir(CONFIG_PATH, version_base="1.3")
+    search = initialize_config_dir(CONFIG_PATH, version_base="1.3")
     try:
         overrides = OverridesParser.create().parse_overrides(typed.overrides)
     except HydraException:
@@ -135,9 +156,10 @@ def _unknown_name() -> str | None:
             if group not in GROUPS:
                 continue
             choices = loader.get_group_options(group)
-            for choice in override.value().list if override.is_choice_sweep() else [override.value()]:
+            value = override.value()
+            for choice in value.list if isinstance(value, ChoiceSweep) else [value]:
                 if choice is not None and choice not in choices:
-                    return f"{group}={choice} is unknown; {_nearest(choice, choices)}"
+                    return f"{group}={choice} is unknown; {_nearest(str(choice), choices)}"
                 valid.append(f"{group}={'null' if choice is None else choice}")
         keys = [key for key, _ in leaves(OmegaConf.to_container(compose("config", valid)))]
     branches = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
@@ -203,13 +225,13 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
         raise ValueError(f"{key}={_text(value)} is not of the kind of its default, {_text(default)}")
     if isinstance(default, int | float) and not isinstance(default, bool):
         least = 1 if isinstance(default, int) and default > 0 else 0
-        if not value >= least:
+        if not float(value) >= least:
             raise ValueError(f"{key}={value} must be at least {least}; its default is {default}")
 
 
 def _directory_name(differences: Mapping[str, Any]) -> str:
-    """`position=rope,train.steps=300`, or `defaults`; unusual characters are replaced and long names cut, and then the name
-    ends in a digest, so that two different runs never share a directory.
+    """`position=rope,train.steps=300`, or `defaults`; unusual characters are replaced and long names cut, and then the
+    name ends in a digest, so that two different runs never share a directory.
     """
     if not differences:
         return "defaults"

@@ -12,6 +12,7 @@ from rich.text import Text
 from seqlab.reporting.results import Results, find_results
 from seqlab.reporting.statistics import describe
 
+
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table, writes the figures, and returns the exit code: 2 where there is nothing to compare."""
     parser = argparse.ArgumentParser(prog="python -m seqlab.compare", description="Shows finished runs side by side.")

@@ -49,7 +49,7 @@ class Block(nnx.Module):
         key_1, key_2 = (None, None) if key is None else jax.random.split(key)
         state, mixed = mix(self.norm_1(x))
         x = x + drop(mixed, self.dropout, key_1)
-        if self.mlp is not None:
+        if self.mlp is not None and self.norm_2 is not None:
             x = x + drop(self.mlp(self.norm_2(x)), self.dropout, key_2)
         return state, x
 
@@ -99,7 +99,6 @@ class SequenceModel(nnx.Module):
             return Block(width, mixer=mixer, norm=norm, expansion=expansion, dropout=dropout, rngs=rngs)
 
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (vocab_size, width)))
-        
         self.blocks = stack(rngs)
         self.norm = norm(width, rngs=rngs)
         self.unembed = nnx.Linear(width, vocab_size, use_bias=False, rngs=rngs)

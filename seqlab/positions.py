@@ -41,7 +41,7 @@ class NoPosition:
 
 @dataclass(frozen=True)
 class Sinusoidal:
-    """PE(p)[2i], PE(p)[2i+1] = sin, cos of p / base^(2i/D), added to the embeddings (Vaswani et al. 2017, section 3.5)."""
+    """PE(p)[2i], PE(p)[2i+1] = sin, cos of p / base^(2i/D), added to the embeddings (Vaswani et al. 2017, sec. 3.5)."""
 
     base: float = 10_000.0
     sees_order: ClassVar[bool] = True
@@ -77,7 +77,8 @@ class RoPE:
         width = x.shape[-1]
         if width % 2:
             raise ValueError(
-                f"position=rope turns pairs of numbers, so the head width model.width / model.heads must be even, not {width}"
+                "position=rope turns pairs of numbers, so the head width model.width / model.heads must be even, "
+                f"not {width}"
             )
         angles = _angles(positions, width // 2, width, self.base)[:, None, :]  # T 1 K/2
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -77,10 +77,8 @@ def _associative(a: Number, b: Number, start: Number) -> Number:
 _SEQUENTIAL_OR_PARALLEL = {"sequential": _sequential, "associative": _associative}
 
 
-def unroll(
-    advance: Callable[[Any, Any], Any], start: Any, inputs: Any, mask: Bool[Array, "T B"] | None = None
-) -> Any:
-    """All states of h_t = advance(h_{t-1}, inputs_t): leaves [T, B, ...]. Where `mask` is False the state stands still."""
+def unroll(advance: Callable[[Any, Any], Any], start: Any, inputs: Any, mask: Bool[Array, "T B"] | None = None) -> Any:
+    """All states of h_t = advance(h_{t-1}, inputs_t): leaves [T, B, ...]. Where `mask` is False the state stays."""
 
     def body(h, inputs_t):
         drive, keep = inputs_t
@@ -90,4 +88,3 @@ def unroll(
         return new, new
 
     return jax.lax.scan(body, start, (inputs, mask))[1]
-

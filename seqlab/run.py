@@ -7,13 +7,12 @@ import shutil
 import sys
 from collections.abc import Mapping
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from omegaconf import OmegaConf
 
-from seqlab.commandline import DIVERGED, NOT_PART_OF_THE_RUN, OK, Job, launch, leaves, say
+from seqlab.commandline import DIVERGED, NOT_PART_OF_THE_RUN, OK, Job, launch, leaves, refusals, say
 
 if TYPE_CHECKING:
     from seqlab.reporting.results import Results
@@ -45,8 +44,9 @@ def run(job: Job) -> int:
             return show(results)
 
     use_compilation_cache()
-    task, program = build(job)
-    prepare_directory(job)
+    with refusals():
+        task, program = build(job)
+        prepare_directory(job)
     return show(*train_and_measure(job, task, program))
 
 
@@ -87,11 +87,12 @@ def prepare_directory(job: Job) -> None:
         OSError: it cannot be written.
     """
     file = job.directory / CONFIG_FILE
-    config = {k: v for k, v in OmegaConf.to_container(job.config, resolve=True).items() if k not in NOT_PART_OF_THE_RUN}
+    config = OmegaConf.masked_copy(job.config, [str(key) for key in job.config if key not in NOT_PART_OF_THE_RUN])
+    OmegaConf.resolve(config)
     if file.exists() and job.config.overwrite:
         shutil.rmtree(job.directory)
     elif file.exists():
-        before, now = (dict(leaves(tree)) for tree in (OmegaConf.to_container(OmegaConf.load(file)), config))
+        before, now = (dict(leaves(OmegaConf.to_container(tree))) for tree in (OmegaConf.load(file), config))
         changed = [
             f"{k} was {before.get(k)} and is {now.get(k)}" for k in {**before, **now} if before.get(k) != now.get(k)
         ]
@@ -109,7 +110,7 @@ def train_and_measure(job: Job, task: "Task", program: "Program") -> tuple["Resu
 
     config = job.config
     seeds = range(config.seed, config.seed + config.population.seeds)
-    members = list(product(config.population.learning_rates, seeds))
+    members = [(rate, seed) for rate in config.population.learning_rates for seed in seeds]
     results = blank_results(job, task, program, members)
     say(opening_line(job, results))
     try:
@@ -131,7 +132,9 @@ def train_and_measure(job: Job, task: "Task", program: "Program") -> tuple["Resu
     return results, fitted.signal
 
 
-def start(program: "Program", members: list[tuple[float, int]], checkpoints: "Checkpoints") -> tuple["TrainState", float]:
+def start(
+    program: "Program", members: list[tuple[float, int]], checkpoints: "Checkpoints"
+) -> tuple["TrainState", float]:
     """The population at its newest checkpoint, or before its first step; and the seconds it has trained."""
     import jax
 
@@ -186,9 +189,7 @@ def blank_results(job: Job, task: "Task", program: "Program", members: list[tupl
         "config": OmegaConf.to_container(job.config, resolve=True),
         "versions": versions(),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "members": [
-            {"seed": seed, "learning_rate": rate, "status": "failed", "metrics": {}} for rate, seed in members
-        ],
+        "members": [{"seed": seed, "learning_rate": rate, "status": "failed", "metrics": {}} for rate, seed in members],
         "measures": {},
         "ceilings": task.ceilings(),
         "controls": {},
@@ -253,9 +254,7 @@ def report(results: "Results", board: "TensorBoard", step: int) -> None:
         board.figure(name, step, figure)
     metrics = [member["metrics"] for member in results["members"]]
     board.text("result", step, markdown(results))
-    board.session_end(
-        results["status"], {f"test/{name}": [m[name] for m in metrics] for name in metrics[0]}, step
-    )
+    board.session_end(results["status"], {f"test/{name}": [m[name] for m in metrics] for name in metrics[0]}, step)
 
 
 def show(results: "Results", signal: int | None = None) -> int:
@@ -295,7 +294,7 @@ def use_compilation_cache() -> None:
     import jax
     from platformdirs import user_cache_path
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(user_cache_path("seqlab") / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

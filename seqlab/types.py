@@ -1,9 +1,9 @@
 """The alphabet of seqlab and the two things that travel between its rooms.
 
-    B  batch                    D  model width             V  vocabulary
-    T  time (query position)    H  heads                   L  layers
-    S  source (key) position    K  head width              P  population member (seed x learning rate)
-    Q  scored position          N  state size per layer
+B  batch                    D  model width             V  vocabulary
+T  time (query position)    H  heads                   L  layers
+S  source (key) position    K  head width              P  population member (seed x learning rate)
+Q  scored position          N  state size per layer
 """
 
 from typing import Any, Literal, TypeAlias

@@ -67,12 +67,15 @@ def expected(model: SequenceModel) -> dict[str, Expected]:
     def nonzero_if(condition: bool) -> Expected:
         return "nonzero" if condition else "zero"
 
-    return {
+    outcomes: dict[str, Expected] = {
         "future": nonzero_if(not model.causal),
         "order": nonzero_if(model.sees_order),
         "shift": nonzero_if(model.position.absolute),
         "padding": "zero",
-    } | ({"token_by_token": "zero"} if state_bytes(model, 1) is not None else {})
+    }
+    if state_bytes(model, 1) is not None:
+        outcomes["token_by_token"] = "zero"
+    return outcomes
 
 
 def holds(name: str, expectation: Expected, value: float) -> bool:

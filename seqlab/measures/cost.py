@@ -1,5 +1,8 @@
 """What a model costs: parameters, bytes of state a sequence, floating-point operations a token."""
 
+# pyright: reportAttributeAccessIssue=false
+# JAX declares the abstract values of a traced program without their shape and dtype.
+
 import math
 
 import jax
@@ -10,8 +13,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from seqlab.model import SequenceModel
 
 FREE = frozenset(
-    "broadcast_in_dim reshape transpose squeeze slice dynamic_slice dynamic_update_slice concatenate pad gather scatter rev "
-    "copy convert_element_type iota stop_gradient split".split()
+    (
+        *("broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "dynamic_update_slice"),
+        *("concatenate", "pad", "gather", "scatter", "rev", "copy", "convert_element_type", "iota", "stop_gradient"),
+        "split",
+    )
 )
 """Primitives that move numbers and compute none."""
 

@@ -18,8 +18,8 @@ class BitsPerByte:
 
     `bits_per_character` is the mean over the scored characters; `bits_per_byte` divides the same bits by the bytes of
     these characters in UTF-8, so that texts of different alphabets compare. `bits_per_byte_shuffled_words` scores the
-    same targets in shuffled context: for `next`, the words older than half a window; for `masked`, all words of the window. A masked predictor without any
-    sense of order has exactly the plain value.
+    same targets in shuffled context: for `next`, the words older than half a window; for `masked`, all words of the
+    window. A masked predictor without any sense of order has exactly the plain value.
     """
 
     batch_size: int = 64

@@ -18,7 +18,7 @@ def attend(
 ) -> Float[Array, "B T H K"]:
     """softmax(q k / sqrt(K)) v over the allowed keys (Vaswani et al. 2017, eq. 1); zero for a query that may see none.
 
-    The softmax is taken in float32. Forbidden scores are replaced, not lowered, so that no logit is large enough to leak.
+    The softmax is taken in float32. Forbidden scores are replaced, not lowered: no logit is large enough to leak.
     """
     scores = jnp.einsum("BTHK,BSHK->BHTS", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
     allowed = jnp.broadcast_to(allowed[:, None], scores.shape)
@@ -51,9 +51,7 @@ class Attention(Mixer):
 
     def project(self, x: Float[Array, "... D"], positions: Array) -> tuple[Array, Array, Array]:
         """Queries, keys and values [..., H, K], the first two turned to their positions."""
-        q, k, v = (
-            linear(x).reshape(*x.shape[:-1], self.heads, -1) for linear in (self.query, self.key, self.value)
-        )
+        q, k, v = (linear(x).reshape(*x.shape[:-1], self.heads, -1) for linear in (self.query, self.key, self.value))
         return self.position.rotate(q, positions), self.position.rotate(k, positions), v
 
     def __call__(self, x: Stream, mask: Mask = None) -> Stream:

@@ -98,4 +98,3 @@ class Bidirectional(Mixer):
         if self.join is None:
             return forward + backward
         return self.join(jnp.concatenate([forward, backward], axis=-1))
-

@@ -1,6 +1,7 @@
 """Recurrent networks whose state must be computed one step after another: Elman, GRU, LSTM.
 
-Each gate has a matrix and an array of its own: on a CPU slicing one wide product into gates costs more than the product.
+Each gate has a matrix and an array of its own: on a CPU slicing one wide product into gates costs more than the
+product itself.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Diagonal state-space models: a linear recurrence in the complex plane, run by a parallel scan where that is faster."""
+"""Diagonal state-space models: a linear recurrence in the complex plane, run in parallel where that is faster."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ class LRU(Recurrent):
 
         h_t = l * h_{t-1} + g * (B x_t),  y_t = Re(C h_t) + d * x_t,  l = exp(-exp(nu) + i exp(theta))
 
-    with l uniform on the ring r_min <= |l| <= r_max, phase in [0, max_phase], and g = sqrt(1 - |l|^2) at the start so that the
-    state has the variance of its input. The output is gated: W_o (y * silu(W_g x)).
+    with l uniform on the ring r_min <= |l| <= r_max, phase in [0, max_phase], and g = sqrt(1 - |l|^2) at the start so
+    that the state has the variance of its input. The output is gated: W_o (y * silu(W_g x)).
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class LRU(Recurrent):
         width: int,
         *,
         state_size: int,
-        r_min: float = 0.0,
+        r_min: float = 0.9,
         r_max: float = 0.999,
         max_phase: float = 6.2832,
         scan: str = "auto",
@@ -37,7 +37,7 @@ class LRU(Recurrent):
         self.state_size, self.scan = state_size, scan
 
         def uniform() -> Float[Array, " N"]:
-            return jax.random.uniform(rngs.params(), state_size, minval=1e-6)
+            return jax.random.uniform(rngs.params(), (state_size,), minval=1e-6)
 
         def normal(rows: int, columns: int, variance: float) -> nnx.Param:
             return nnx.Param(variance**0.5 * jax.random.normal(rngs.params(), (rows, columns)))
@@ -49,7 +49,7 @@ class LRU(Recurrent):
         self.gamma = Recurrence(0.5 * jnp.log(-jnp.expm1(-2.0 * nu)))
         self.b_re, self.b_im = (normal(width, state_size, 1 / (2 * width)) for _ in range(2))
         self.c_re, self.c_im = (normal(state_size, width, 1 / state_size) for _ in range(2))
-        self.d = nnx.Param(jax.random.normal(rngs.params(), width))
+        self.d = nnx.Param(jax.random.normal(rngs.params(), (width,)))
         self.gate = nnx.Linear(width, width, rngs=rngs)
         self.out = nnx.Linear(width, width, rngs=rngs)
 

@@ -27,7 +27,7 @@ WIDTH, HEIGHT, LEGEND_ROW = 6.4, 4.0, 0.22
 def measure_figures(runs: Mapping[str, Results]) -> dict[str, Figure]:
     """All runs side by side: a figure for each measure over one axis (curves) or over none (bars), by its name.
 
-    The ceilings of the runs' task are drawn where they belong: at bars all that speak of that measure, at curves chance.
+    The ceilings of the runs' task are drawn where they belong: at bars all of that measure, at curves chance.
     """
     figures = {}
     for name in dict.fromkeys(name for results in runs.values() for name in results["measures"]):
@@ -41,14 +41,20 @@ def measure_figures(runs: Mapping[str, Results]) -> dict[str, Figure]:
             figures[name] = bar_figure(values, label, references)
         elif len(axes) == 1:
             points = {run: measures[run]["axes"][axes[0]] for run in values}
-            wide = all(not isinstance(x, str) and min(xs) > 0 and max(xs) >= 8 * min(xs) for xs in points.values() for x in xs)
+            wide = all(_wide(xs) for xs in points.values())
             chance = {key: value for key, value in first["ceilings"].items() if key == "chance"}
-            figures[name] = curve_figure({run: (points[run], values[run]) for run in values}, axes[0], label, chance, wide)
+            curves = {run: (points[run], values[run]) for run in values}
+            figures[name] = curve_figure(curves, axes[0], label, chance, wide)
     return figures
 
 
+def _wide(axis: Axis) -> bool:
+    """Whether an axis is best drawn by doublings."""
+    return not any(isinstance(x, str) for x in axis) and min(axis) > 0 and max(axis) >= 8 * min(axis)
+
+
 def _ceilings_of(measure: str, results: Results) -> dict[str, float]:
-    """Ceilings are named after the measure they speak of, `measure/strategy`, those of the main metric by strategy alone."""
+    """Ceilings are named after their measure, `measure/strategy`, those of the main metric by strategy alone."""
     main = next(iter(results["members"][0]["metrics"]), None)
     if measure == main:
         return {name.replace("_", " "): value for name, value in results["ceilings"].items() if "/" not in name}

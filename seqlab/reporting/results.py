@@ -96,7 +96,10 @@ def markdown(results: Results) -> str:
         f"| {name} | {control['expected']} | {control['value']} | {'holds' if control['holds'] else 'BROKEN'} |"
         for name, control in results["controls"].items()
     ]
-    heads = "| quantity | mean [low, high] |\n|---|---|\n", "| control | expected | value | outcome |\n|---|---|---|---|\n"
+    heads = (
+        "| quantity | mean [low, high] |\n|---|---|\n",
+        "| control | expected | value | outcome |\n|---|---|---|---|\n",
+    )
     return f"status: {results['status']}\n\n" + "\n\n".join(
         head + "\n".join(body) for head, body in zip(heads, (rows, checks), strict=True)
     )

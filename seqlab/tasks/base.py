@@ -59,9 +59,7 @@ class Task(Protocol):
         ...
 
 
-def cross_entropy(
-    logits: Float[Array, "B Q V"], batch: Batch
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+def cross_entropy(logits: Float[Array, "B Q V"], batch: Batch) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Weighted mean cross-entropy in nats at the scored positions, and the accuracy there."""
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
     nll = -jnp.take_along_axis(log_p, batch.targets[..., None], axis=-1)[..., 0]

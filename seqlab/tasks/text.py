@@ -158,9 +158,9 @@ class Text:
 
         next: windows advance by half their length and score their second half; the first scores its first half too
         (as window 0). So every scored character has at least length // 2 + 1 characters of context, unless it lies that
-        close to the beginning of the split. masked: windows tile the split; each comes several times, always with as many
-        masks as in training, until every character was masked. The last windows are moved back to end with the split;
-        what they would score again has weight 0.
+        close to the beginning of the split. masked: windows tile the split; each comes several times, always with as
+        many masks as in training, until every character was masked. The last windows are moved back to end with the
+        split; what they would score again has weight 0.
 
         `shuffled` puts words in random order and leaves every target as it is, at the same place of `targets`. A word
         is what stands up to the next white space, with that white space. next: words of the unscored first half, that
@@ -260,7 +260,7 @@ def read_text(
             `python_docs`, the language reference that comes with Python (its text differs a little between versions).
         path: a UTF-8 file to read in the place of the corpus.
         length: characters a window.
-        objective: `next`, `masked`, or `auto`, by which a causal model is asked the first, a bidirectional one the second.
+        objective: `next`, `masked`, or `auto`: a causal model is asked the first, a bidirectional one the second.
         mask_rate: the share of masked characters.
         held_out: the share of the text that is not trained on: its first half validates, its second half tests.
 

@@ -15,9 +15,10 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int = 2):
         self._orbax = ocp.training.Checkpointer(
-            directory.absolute(),
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            str(directory.absolute()),
+            # Orbax's policies are typed otherwise than its own parameters.
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),  # pyright: ignore[reportArgumentType]
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),  # pyright: ignore[reportArgumentType]
         )
 
     def save(self, step: int, states: TrainState, train_seconds: float) -> None:
@@ -56,4 +57,4 @@ def _named(states: TrainState) -> dict[str, jax.Array]:
 
 
 def _is_key(leaf: jax.Array) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -44,7 +44,8 @@ class Schedule:
             raise ValueError(f"train.target={self.target} is not a number; null never stops early")
 
     def next_boundary(self, step: int, last: int) -> int:
-        return min(last, *((step // every + 1) * every for every in (self.chunk, self.eval_every, self.checkpoint_every)))
+        periods = (self.chunk, self.eval_every, self.checkpoint_every)
+        return min(last, *((step // every + 1) * every for every in periods))
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Fitted:
 
 @dataclass
 class StopRequest:
-    """Turns the first Ctrl-C or SIGTERM into a request that the loop honours after its chunk; a second one is not held."""
+    """Turns the first Ctrl-C or SIGTERM into a request that the loop honours after its chunk; a second is not held."""
 
     signal: int | None = None
     _before: dict = field(default_factory=dict)

@@ -13,8 +13,8 @@ from seqlab.mixers.base import Recurrence
 class AdamW:
     """Decoupled weight decay (Loshchilov & Hutter 2019) behind a clip of the gradient's global norm.
 
-    `learning_rate` is the peak that members take unless `population.learning_rates` lists others; `warmup` and `floor` are
-    fractions, of the steps and of the peak.
+    `learning_rate` is the peak that members take unless `population.learning_rates` lists others; `warmup` and `floor`
+    are fractions, of the steps and of the peak.
     """
 
     learning_rate: float

@@ -1,11 +1,11 @@
 """The pure training program: a population of models as one state, advanced many steps by one compiled call.
 
-Everything is a function of the state and the task: data are drawn on the device from `fold_in(key, step)`, so the state alone
-says what comes next. The program asks neither which task nor which architecture it trains.
+Everything is a function of the state and the task: data are drawn on the device from `fold_in(key, step)`, so the state
+alone says what comes next. The program asks neither which task nor which architecture it trains.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx, struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from seqlab.measures.base import Measure
 from seqlab.model import SequenceModel, compute_in
@@ -83,16 +83,16 @@ class Program:
         return nnx.merge(self.graph, compute_in(jnp.dtype(dtype), params))
 
     def check(self, task: Task) -> None:
-        """Traces one step without computing it, so that what does not fit is refused (ValueError) before anything runs."""
+        """Traces one step without computing it, so that what does not fit is refused (ValueError) before it runs."""
         if self.compute_dtype not in COMPUTE_DTYPES:
             raise ValueError(f"train.compute_dtype={self.compute_dtype} is unknown; use {' or '.join(COMPUTE_DTYPES)}")
-        states = jax.eval_shape(self.init, np.zeros(1), np.zeros(1))
+        states = jax.eval_shape(self.init, np.zeros(1, int), np.zeros(1))
         jax.eval_shape(jax.vmap(self.train_step, in_axes=(0, None)), states, task)
 
-    def init(self, seeds: Int[np.ndarray, " P"], learning_rates: Float[np.ndarray, " P"]) -> TrainState:
+    def init(self, seeds: Int[Array | np.ndarray, " P"], learning_rates: Float[Array | np.ndarray, " P"]) -> TrainState:
         """A population before its first step, one member for each pair (seed, learning rate)."""
 
-        def member(seed: Int[Array, ""], learning_rate: Float[Array, ""]) -> TrainState:
+        def member(seed: UInt[Array, ""], learning_rate: Float[Array, ""]) -> TrainState:
             params_key, key = jax.random.split(jax.random.key(seed))
             params = nnx.state(self.build(rngs=nnx.Rngs(params_key)))
             return TrainState(
@@ -104,8 +104,7 @@ class Program:
                 diverged_at=jnp.full((), ALIVE, jnp.int32),
             )
 
-        seeds, rates = jnp.asarray(seeds, jnp.uint32), jnp.asarray(learning_rates, jnp.float32)
-        return jax.jit(jax.vmap(member))(seeds, rates)
+        return jax.jit(jax.vmap(member))(jnp.asarray(seeds, jnp.uint32), jnp.asarray(learning_rates, jnp.float32))
 
     def score(self, params: nnx.State, task: Task, batch: Batch, key: PRNGKey | None) -> tuple[Array, Metrics]:
         """The task's loss and metrics for one member; `key` turns dropout on."""
@@ -117,12 +116,13 @@ class Program:
         sample_key, dropout_key = jax.random.split(jax.random.fold_in(state.key, state.step))
         batch = task.sample(sample_key, self.batch_size, "train")
         gradient, metrics = jax.grad(self.score, has_aux=True)(state.params, task, batch, dropout_key)
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         healthy = (state.diverged_at == ALIVE) & jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
         updates, opt_state = self.update_rule.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, jax.tree.map(lambda u: u * state.learning_rate, updates))
         keep = partial(jax.tree.map, lambda new, old: jnp.where(healthy, new, old))
-        state = state.replace(
+        state = replace(
+            state,
             step=state.step + 1,
             params=keep(params, state.params),
             opt_state=keep(opt_state, state.opt_state),
