@@ -54,15 +54,15 @@ class Job:
         return "/".join(self.directory.parts[-3:])
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """Bad input: one line that names the value and what would work. Nothing was written."""
 
 
 def launch(run: Callable[[Job], int]) -> int:
     """Composes what `sys.argv` asks for and calls `run` on each job; returns the exit code.
 
-    Bad input gets one line on standard error, a bug its traceback; in a sweep the other jobs go on, and what went wrong is
-    listed again at the end.
+    Bad input gets one line on standard error, a bug its traceback; in a sweep the other jobs go on, and what went wrong
+    is listed again at the end.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors arrive here and not as Hydra's own print-out
     outcomes: list[tuple[str, int, str]] = []
@@ -102,7 +102,7 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
-        raise Refused(_one_line(error)) from error
+        raise RefusedError(_one_line(error)) from error
 
 
 def say(line: str) -> None:
@@ -113,7 +113,7 @@ def _outcome(call: Callable[[], int]) -> tuple[int, str]:
     """The exit code of a call and, where it is not 0, why."""
     try:
         code = call()
-    except Refused as refused:
+    except RefusedError as refused:
         say(f"seqlab: {refused}")
         return REFUSED, str(refused)
     except Exception as error:

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,8 +47,9 @@ def run(job: Job) -> int:
     use_compilation_cache()
     with refusals():
         task, program = build(job)
+        results = blank_results(job, task, program)
         prepare_directory(job)
-    return show(*train_and_measure(job, task, program))
+    return show(*train_and_measure(job, task, program, results))
 
 
 def build(job: Job) -> tuple["Task", "Program"]:
@@ -74,7 +76,6 @@ def build(job: Job) -> tuple["Task", "Program"]:
     except TypeError as error:  # an argument that a constructor does not know
         raise ValueError(f"model={job.choices['model']} cannot be built: {error}") from error
     task = task.asked_of(causal)
-    program.check(task)
     schedule(job)
     return task, program
 
@@ -102,24 +103,20 @@ def prepare_directory(job: Job) -> None:
     OmegaConf.save(config, file)
 
 
-def train_and_measure(job: Job, task: "Task", program: "Program") -> tuple["Results", int | None]:
+def train_and_measure(job: Job, task: "Task", program: "Program", results: "Results") -> tuple["Results", int | None]:
     """The run proper: its results, which are on disk however it ends, and the signal that stopped it, if one did."""
     from seqlab.reporting.results import write_results
     from seqlab.reporting.tensorboard import TensorBoard
     from seqlab.training.checkpoints import Checkpoints
 
-    config = job.config
-    seeds = range(config.seed, config.seed + config.population.seeds)
-    members = [(rate, seed) for rate in config.population.learning_rates for seed in seeds]
-    results = blank_results(job, task, program, members)
     say(opening_line(job, results))
     try:
         with Checkpoints(job.directory / "checkpoints") as checkpoints:
-            states, seconds = start(program, members, checkpoints)
+            states, seconds = start(program, results, checkpoints)
             first_step = int(states.step[0])
             with TensorBoard(job.directory, first_step) as board:
                 board.session_start(hyperparameters(job, results), group=job.name)
-                board.text("config", first_step, f"```yaml\n{OmegaConf.to_yaml(config, resolve=True)}\n```")
+                board.text("config", first_step, f"```yaml\n{OmegaConf.to_yaml(job.config, resolve=True)}\n```")
                 fitted = train(job, task, program, states, checkpoints, board, seconds)
                 add_training(results, fitted)
                 if fitted.status != "interrupted":
@@ -132,16 +129,14 @@ def train_and_measure(job: Job, task: "Task", program: "Program") -> tuple["Resu
     return results, fitted.signal
 
 
-def start(
-    program: "Program", members: list[tuple[float, int]], checkpoints: "Checkpoints"
-) -> tuple["TrainState", float]:
+def start(program: "Program", results: "Results", checkpoints: "Checkpoints") -> tuple["TrainState", float]:
     """The population at its newest checkpoint, or before its first step; and the seconds it has trained."""
     import jax
 
-    rates, seeds = zip(*members, strict=True)
-    restored = checkpoints.restore(jax.eval_shape(program.init, np.array(seeds), np.array(rates)))
+    seeds, rates = (np.array([member[name] for member in results["members"]]) for name in ("seed", "learning_rate"))
+    restored = checkpoints.restore(jax.eval_shape(program.init, seeds, rates))
     if restored is None:
-        return program.init(np.array(seeds), np.array(rates)), 0.0
+        return program.init(seeds, rates), 0.0
     say(f"resuming at step {int(restored[0].step[0]):,} of {program.steps:,}")
     return restored
 
@@ -174,14 +169,20 @@ def schedule(job: Job) -> "Schedule":
     return Schedule(**{key: job.config.train[key] for key in Schedule.__dataclass_fields__})
 
 
-def blank_results(job: Job, task: "Task", program: "Program", members: list[tuple[float, int]]) -> "Results":
-    """What is known before training."""
+def blank_results(job: Job, task: "Task", program: "Program") -> "Results":
+    """What is known before anything is computed. Traces the model on the task's examples.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
     import jax
 
     from seqlab.measures import cost
     from seqlab.reporting.results import versions
 
-    batch = jax.eval_shape(lambda: task.sample(jax.random.key(0), 2, "test"))
+    batch = jax.eval_shape(lambda: task.sample(jax.random.key(0), program.batch_size, "valid"))
+    population = job.config.population
+    members = product(population.learning_rates, range(job.config.seed, job.config.seed + population.seeds))
     model = program.abstract_model
     return {
         "status": "failed",

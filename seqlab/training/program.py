@@ -65,6 +65,10 @@ class Program:
     batch_size: int
     compute_dtype: str = "float32"
 
+    def __post_init__(self):
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            raise ValueError(f"train.compute_dtype={self.compute_dtype} is unknown; use {' or '.join(COMPUTE_DTYPES)}")
+
     @cached_property
     def abstract_model(self) -> SequenceModel:
         """The model with shapes in the place of arrays: what can be known of it without computing."""
@@ -81,13 +85,6 @@ class Program:
     def model(self, params: nnx.State, dtype: str = "float32") -> SequenceModel:
         """One member's model."""
         return nnx.merge(self.graph, compute_in(jnp.dtype(dtype), params))
-
-    def check(self, task: Task) -> None:
-        """Traces one step without computing it, so that what does not fit is refused (ValueError) before it runs."""
-        if self.compute_dtype not in COMPUTE_DTYPES:
-            raise ValueError(f"train.compute_dtype={self.compute_dtype} is unknown; use {' or '.join(COMPUTE_DTYPES)}")
-        states = jax.eval_shape(self.init, np.zeros(1, int), np.zeros(1))
-        jax.eval_shape(jax.vmap(self.train_step, in_axes=(0, None)), states, task)
 
     def init(self, seeds: Int[Array | np.ndarray, " P"], learning_rates: Float[Array | np.ndarray, " P"]) -> TrainState:
         """A population before its first step, one member for each pair (seed, learning rate)."""
@@ -130,6 +127,15 @@ class Program:
         )
         return state, {**metrics, "gradient_norm": norm}
 
+    def metric_names(self, task: Task) -> list[str]:
+        """What `train_step` reports, found without tracing the model."""
+
+        def metrics() -> Metrics:
+            batch = task.sample(jax.random.key(0), self.batch_size, "train")
+            return task.loss(jnp.zeros((*batch.scored.shape, task.vocab.size)), batch)[1]
+
+        return [*jax.eval_shape(metrics), "gradient_norm"]
+
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def advance(self, states: TrainState, task: Task, steps: Int[Array, ""]) -> tuple[TrainState, Metrics]:
         """`steps` steps of the whole population, and the mean over them of each metric [P]. Takes `states` over."""
@@ -140,7 +146,7 @@ class Program:
             states, metrics = one_step(states, task)
             return states, jax.tree.map(jnp.add, totals, metrics)
 
-        zeros = jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), jax.eval_shape(one_step, states, task)[1])
+        zeros = {name: jnp.zeros(states.step.shape) for name in self.metric_names(task)}
         states, totals = jax.lax.fori_loop(0, steps, body, (states, zeros))
         return states, jax.tree.map(lambda total: total / steps.astype(jnp.float32), totals)
 

@@ -47,7 +47,7 @@ def test_ten_curves_can_be_told_apart_and_their_legend_covers_none():
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 11
     box = figure.legends[0].get_window_extent()
     assert not box.overlaps(axes.get_window_extent())
-    assert 0 <= box.x0 and box.x1 <= figure.bbox.width and 0 <= box.y0
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0
     assert axes.get_window_extent().height > 0.75 * 4.0 * figure.dpi  # what the legend needs was added, not taken
 
 

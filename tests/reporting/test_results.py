@@ -81,7 +81,7 @@ def test_what_breaks_the_schema_is_refused(tmp_path, changes, message):
 def test_missing_keys_are_refused(tmp_path):
     incomplete = results()
     del incomplete["cost"]
-    with pytest.raises(ValueError, match="missing: .'cost'."):
+    with pytest.raises(ValueError, match=r"missing: .'cost'."):
         write_results(tmp_path, incomplete)
 
 

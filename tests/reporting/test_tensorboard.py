@@ -156,5 +156,5 @@ def test_a_resumed_run_shows_how_it_ended_at_last(tmp_path, first, second, statu
 
 
 def test_an_unknown_end_is_refused(tmp_path):
-    with TensorBoard(tmp_path, 0) as board, pytest.raises(ValueError, match="'done'.*finished, interrupted"):
+    with TensorBoard(tmp_path, 0) as board, pytest.raises(ValueError, match=r"'done'.*finished, interrupted"):
         board.session_end("done", {}, 1)

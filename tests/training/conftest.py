@@ -33,15 +33,17 @@ def program():
 
 
 @pytest.fixture(scope="session")
-def bits():
-    """Everything that a state holds, as arrays that numpy compares bit by bit: {path: bytes as unsigned integers}."""
+def differences():
+    """The paths at which two states differ by a bit: `assert not differences(ours, theirs)`."""
 
-    def of(tree):
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        arrays = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-        return {
-            name: np.array(jax.random.key_data(a) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a).view(np.uint8)
-            for name, a in arrays.items()
-        }
+    def of(ours, theirs):
+        assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+        pairs = zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True)
+        return [jax.tree_util.keystr(path) for (path, a), b in pairs if content(a) != content(b)]
+
+    def content(leaf):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return leaf.dtype, leaf.shape, np.asarray(leaf).tobytes()
 
     return of
