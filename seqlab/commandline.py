@@ -68,7 +68,7 @@ def launch(run: Callable[[Job], int]) -> int:
     outcomes: list[tuple[str, int, str]] = []
 
     def job(config: DictConfig) -> None:
-        typed = shlex.join(HydraConfig.get().overrides.task)
+        typed = shlex.join(OmegaConf.to_container(HydraConfig.get().overrides.task))  # as typed: `${...}` stays
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             say(f"[{len(outcomes) + 1}] {typed}")
 
@@ -126,8 +126,8 @@ def _one_line(error: BaseException) -> str:
     """What is wrong, in one line."""
     if isinstance(error, HydraException | OmegaConfBaseException):
         cause = error.__cause__
-        if isinstance(cause, ValueError | OSError) and not isinstance(cause, HydraException | OmegaConfBaseException):
-            return _one_line(cause)  # a constructor's own refusal
+        if isinstance(cause, ValueError | OSError | TypeError) and not isinstance(cause, OmegaConfBaseException):
+            return _one_line(cause)  # a constructor's own refusal, or of an argument that it does not know
         unknown = _unknown_name()
         if unknown:
             return unknown
@@ -141,12 +141,14 @@ def _unknown_name() -> str | None:
     if GlobalHydra.instance().is_initialized():  # the configuration was composed, so all names exist
         return None
     typed = get_args_parser().parse_args()
-    search = initialize_config_dir(CONFIG_PATH, version_base="1.3")
     try:
         overrides = OverridesParser.create().parse_overrides(typed.overrides)
     except HydraException:
         return None
-    with search:
+    for override in overrides:
+        if override.is_sweep_override() and not typed.multirun:
+            return f"{override.input_line} is a sweep; add -m, or write a list as [a,b]"
+    with initialize_config_dir(CONFIG_PATH, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         if typed.config_dir:
             loader.get_search_path().prepend("command-line", f"file://{Path(typed.config_dir).absolute()}")
@@ -184,6 +186,9 @@ def _nearest(name: str, valid: list[str]) -> str:
 
 def _job(config: DictConfig, typed: str) -> Job:
     choices = {name: choice for name, choice in HydraConfig.get().runtime.choices.items() if name in GROUPS}
+    for group in ("task", "model"):
+        if choices.get(group) is None:
+            raise ValueError(f"{group}= is missing; --help lists the choices")
     plain = compose("config", [f"task={choices['task']}", f"model={choices['model']}"], return_hydra_config=True)
     plain_choices = plain.hydra.runtime.choices
     chosen = {
@@ -191,11 +196,11 @@ def _job(config: DictConfig, typed: str) -> Job:
     }
     defaults = compose("config", [f"{name}={choice}" for name, choice in choices.items() if name != "experiment"])
     usual = dict(leaves(OmegaConf.to_container(defaults)))
+    usual_values = dict(leaves(OmegaConf.to_container(defaults, resolve=True)))
     asked = dict(leaves(OmegaConf.to_container(config)))
     changed = {key: value for key, value in asked.items() if key not in usual or value != usual[key]}
     for key, value in changed.items():
-        if key in usual:
-            _check_kind(key, value, usual[key])
+        _check_kind(key, value, usual_values.get(key))
     differences = chosen | {key: value for key, value in changed.items() if key not in NOT_PART_OF_THE_RUN}
     directory = Path(config.runs) / choices["task"] / choices["model"] / _directory_name(differences)
     return Job(config, choices, directory, f"python -m seqlab.run {typed}".strip())

@@ -71,7 +71,7 @@ class SequenceModel(nnx.Module):
         bidirectional: False; True or "sum": run the mixer both ways and sum; "concat": concatenate and project.
 
     Raises:
-        ValueError: the position scheme acts on attention and the mixer has none.
+        ValueError: the position scheme acts on attention and the mixer has none, or dropout is no share.
     """
 
     def __init__(
@@ -88,6 +88,8 @@ class SequenceModel(nnx.Module):
         dropout: float = 0.0,
         rngs: nnx.Rngs,
     ):
+        if not 0 <= dropout < 1:
+            raise ValueError(f"model.dropout={dropout} must be at least 0 and below 1")
         self.vocab_size, self.depth, self.position = vocab_size, depth, position
         if bidirectional:
             merge = "sum" if bidirectional is True else bidirectional

@@ -11,7 +11,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from seqlab.commandline import DIVERGED, NOT_PART_OF_THE_RUN, OK, Job, launch, leaves, refusals, say
 
@@ -38,6 +38,8 @@ def run(job: Job) -> int:
     """One run, from its start or its last checkpoint to its results; returns the exit code."""
     from seqlab.reporting.results import read_results
 
+    with refusals():
+        check_directory(job)
     if (job.directory / "results.json").exists() and not job.config.overwrite:
         results = read_results(job.directory)
         if results["status"] in EXIT_CODES:
@@ -80,27 +82,40 @@ def build(job: Job) -> tuple["Task", "Program"]:
     return task, program
 
 
-def prepare_directory(job: Job) -> None:
-    """Makes the run's directory, or checks that what is in it was the same run.
-
-    Raises:
-        ValueError: the directory holds another run.
-        OSError: it cannot be written.
-    """
-    file = job.directory / CONFIG_FILE
+def resolved(job: Job) -> DictConfig:
+    """What the run is made of, with every interpolation filled in."""
     config = OmegaConf.masked_copy(job.config, [str(key) for key in job.config if key not in NOT_PART_OF_THE_RUN])
     OmegaConf.resolve(config)
-    if file.exists() and job.config.overwrite:
-        shutil.rmtree(job.directory)
-    elif file.exists():
-        before, now = (dict(leaves(OmegaConf.to_container(tree))) for tree in (OmegaConf.load(file), config))
-        changed = [
-            f"{k} was {before.get(k)} and is {now.get(k)}" for k in {**before, **now} if before.get(k) != now.get(k)
-        ]
-        if changed:
-            raise ValueError(f"{job.directory} was made with another config ({'; '.join(changed)}); use overwrite=true")
-    job.directory.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, file)
+    return config
+
+
+def check_directory(job: Job) -> None:
+    """Raises ValueError where the run's directory holds a run of another configuration."""
+    file = job.directory / CONFIG_FILE
+    if job.config.overwrite or not file.exists():
+        return
+    before, now = (dict(leaves(OmegaConf.to_container(tree))) for tree in (OmegaConf.load(file), resolved(job)))
+    changed = [f"{k} was {before.get(k)} and is {now.get(k)}" for k in {**before, **now} if before.get(k) != now.get(k)]
+    if changed:
+        raise ValueError(f"{job.directory} was made with another config ({'; '.join(changed)}); use overwrite=true")
+
+
+def prepare_directory(job: Job) -> None:
+    """Makes the run's directory, empty where it is to be overwritten.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    file = job.directory / CONFIG_FILE
+    try:
+        if job.config.overwrite and job.directory.exists():
+            shutil.rmtree(job.directory)
+        job.directory.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            OmegaConf.save(resolved(job), file)
+    except OSError as error:
+        where = f"runs={job.config.runs}: {error.filename} cannot be written ({error.strerror})"
+        raise ValueError(f"{where}; use runs=DIRECTORY that can") from error
 
 
 def train_and_measure(job: Job, task: "Task", program: "Program", results: "Results") -> tuple["Results", int | None]:
@@ -169,6 +184,22 @@ def schedule(job: Job) -> "Schedule":
     return Schedule(**{key: job.config.train[key] for key in Schedule.__dataclass_fields__})
 
 
+def members(job: Job) -> list[tuple[float, int]]:
+    """The population's learning rates, each with every seed.
+
+    Raises:
+        ValueError: a rate is not a positive number, or a seed is beyond 32 bits.
+    """
+    config = job.config
+    rates = OmegaConf.to_container(config.population.learning_rates, resolve=True)
+    seeds = range(config.seed, config.seed + config.population.seeds)
+    if not rates or not all(isinstance(rate, int | float) and rate > 0 for rate in rates):
+        raise ValueError(f"population.learning_rates={rates}: use one positive number or more, as in [0.001,0.003]")
+    if seeds[-1] >= 2**32:
+        raise ValueError(f"seed={config.seed}: the population's seeds must stay below 2^32; use a smaller one")
+    return list(product(rates, seeds))
+
+
 def blank_results(job: Job, task: "Task", program: "Program") -> "Results":
     """What is known before anything is computed. Traces the model on the task's examples.
 
@@ -181,8 +212,6 @@ def blank_results(job: Job, task: "Task", program: "Program") -> "Results":
     from seqlab.reporting.results import versions
 
     batch = jax.eval_shape(lambda: task.sample(jax.random.key(0), program.batch_size, "valid"))
-    population = job.config.population
-    members = product(population.learning_rates, range(job.config.seed, job.config.seed + population.seeds))
     model = program.abstract_model
     return {
         "status": "failed",
@@ -190,7 +219,9 @@ def blank_results(job: Job, task: "Task", program: "Program") -> "Results":
         "config": OmegaConf.to_container(job.config, resolve=True),
         "versions": versions(),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "members": [{"seed": seed, "learning_rate": rate, "status": "failed", "metrics": {}} for rate, seed in members],
+        "members": [
+            {"seed": seed, "learning_rate": rate, "status": "failed", "metrics": {}} for rate, seed in members(job)
+        ],
         "measures": {},
         "ceilings": task.ceilings(),
         "controls": {},

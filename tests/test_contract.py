@@ -24,10 +24,10 @@ from seqlab.positions import NoPosition, RoPE, Sinusoidal
 B, T, PADDED, D, V = 2, 8, 12, 8, 11
 
 ROUNDING = 1e-5
-"""Relative L2. The two sides of a law differ in the order of their sums: a hundred roundings of 2^-24, more than a value
-meets on its way through two blocks, add up to 6e-6."""
+"""Relative L2. The two sides of a law differ in the order of their sums: a hundred roundings of 2^-24, more than a
+number meets on its way through two blocks, add up to 6e-6."""
 VISIBLE = 1e-3
-"""Relative L2. What must differ does so by 1e-2 at least in these small random models: far from rounding on either side."""
+"""Relative L2. What must differ is a share of the output, 1e-2 or more in these small random models: no rounding."""
 
 MIXERS = {
     "rnn": Elman,
@@ -74,22 +74,31 @@ class Row:
         position, mixer = POSITIONS[self.position], MIXERS[self.mixer]
         if self.attends:
             mixer = partial(mixer, position=position)
-        bidirectional = DIRECTIONS[self.direction]
         return SequenceModel(
-            V, width=D, depth=2, mixer=mixer, position=position, bidirectional=bidirectional, expansion=2, rngs=nnx.Rngs(0)
+            V,
+            width=D,
+            depth=2,
+            mixer=mixer,
+            position=position,
+            bidirectional=DIRECTIONS[self.direction],
+            expansion=2,
+            rngs=nnx.Rngs(0),
         )
 
 
 def rows():
     for row in (Row(*names) for names in product(MIXERS, POSITIONS, DIRECTIONS)):
-        impossible = row.position == "rope" and not row.attends or row.mixer == "encoder" and row.direction != "forward"
-        # what compiling again would tell nothing new about: positions do not touch the scan, nor do they the projection
-        repeated = row.position != "none" and (row.mixer, row.direction) in (("attention", "concat"), ("ssm_parallel", "sum"))
+        impossible = row.position == "rope" and not row.attends
+        impossible |= row.mixer == "encoder" and row.direction != "forward"
+        # compiled for nothing: what the other scan, or the other way to join two directions, has met already
+        repeated = row.mixer == "ssm_parallel" and (row.position, row.direction) != ("none", "forward")
+        repeated |= row.mixer == "attention" and row.direction == "concat" and row.position != "none"
         if not impossible and not repeated:
             yield row
 
 
 ROWS = list(rows())
+PLAIN_ROWS = [row for row in ROWS if row.position == "none" and row.direction == "forward"]
 
 
 def laws(rows):
@@ -108,17 +117,26 @@ class Observed:
         def hidden(params, x, mask=None):
             return nnx.merge(self.graph, params).hidden(x, mask)
 
+        def reach(params, x, mask):
+            """The outputs, and what a random change of x_s does to them for each s, to first order [S, B, T, D]."""
+            probe = jax.random.normal(jax.random.key(1), x.shape)
+
+            def push(here):
+                return jax.jvp(lambda x: hidden(params, x, mask), (x,), (probe * here[None, :, None],))
+
+            return jax.vmap(push, out_axes=(None, 0))(jnp.eye(x.shape[1]))
+
         def gradients(params, x, mask):
-            """The outputs; for each t the gradients of a random read-out of y_t, by parameter and by input."""
+            """Of a random read-out, by parameter and by input."""
             y, pull = jax.vjp(lambda params, x: hidden(params, x, mask), params, x)
-            probe = jax.random.normal(jax.random.key(1), y.shape)
-            return y, *jax.vmap(lambda here: pull(probe * here[None, :, None]))(jnp.eye(PADDED))
+            return pull(jax.random.normal(jax.random.key(1), y.shape))
 
         def walk(params, tokens):
             model = nnx.merge(self.graph, params)
             return jax.lax.scan(model.step, model.init_state(B, T), tokens.T)[1].swapaxes(0, 1)
 
-        self.hidden, self.gradients, self.walk = (jax.jit(f, compiler_options=quick) for f in (hidden, gradients, walk))
+        functions = (hidden, reach, gradients, walk)
+        self.hidden, self.reach, self.gradients, self.walk = (jax.jit(f, compiler_options=quick) for f in functions)
         self.x = jax.random.normal(jax.random.key(2), (B, T, D))
         self.y = self.hidden(self.params, self.x)
 
@@ -129,7 +147,8 @@ observe = cache(Observed)
 def spread(x, places, filling=0.0):
     """The tokens at their places among padding, and the mask that says which they are."""
     here = (np.arange(B)[:, None], places)
-    return jnp.full((B, PADDED, D), filling).at[here].set(x), jnp.zeros((B, PADDED), bool).at[here].set(True)
+    padding = jnp.full((B, PADDED, D), filling, jnp.float32)
+    return padding.at[here].set(x), jnp.zeros((B, PADDED), bool).at[here].set(True)
 
 
 def distance(y, reference):
@@ -140,8 +159,8 @@ def distance(y, reference):
 @laws(ROWS)
 def test_causal_models_alone_are_blind_to_the_future(row):
     seen = observe(row)
-    _, _, by_input = seen.gradients(seen.params, jax.random.normal(jax.random.key(3), (B, PADDED, D)), jnp.ones((B, PADDED), bool))
-    support = np.abs(by_input).sum((1, 3))  # T S
+    x = jax.random.normal(jax.random.key(3), (B, PADDED, D))
+    support = np.abs(seen.reach(seen.params, x, jnp.ones((B, PADDED), bool))[1]).sum((1, 3)).T  # T S
     future = np.triu(np.ones(support.shape, bool), 1)
     assert (support[~future] > 0).all()
     assert (support[future] == 0).all() if row.causal else (support[future] > 0).all()
@@ -152,7 +171,7 @@ def test_causal_models_alone_are_blind_to_the_future(row):
 @pytest.mark.parametrize("where", PLACES)
 def test_padding_changes_nothing_but_positions(row, where):
     seen = observe(row)
-    y = seen.gradients(seen.params, *spread(seen.x, PLACES[where]))[0]
+    y = seen.reach(seen.params, *spread(seen.x, PLACES[where]))[0]
     change = distance(np.take_along_axis(np.asarray(y), PLACES[where][..., None], 1), seen.y)
     # absolute positions are moved by padding before, distances by padding between
     moved = {"none": (), "sinusoidal": ("before", "between"), "rope": ("between",)}[row.position]
@@ -163,18 +182,19 @@ def test_padding_changes_nothing_but_positions(row, where):
 def test_what_stands_in_the_padding_is_never_seen(row):
     seen = observe(row)
     x, mask = spread(seen.x, PLACES["between"])
-    y, _, by_input = seen.gradients(seen.params, x, mask)
-    other = seen.gradients(seen.params, *spread(seen.x, PLACES["between"], filling=100.0))[0]
+    y, change = seen.reach(seen.params, x, mask)
+    other, _ = seen.reach(seen.params, *spread(seen.x, PLACES["between"], filling=100.0))
     assert (y == other)[mask].all()
-    leaks = jnp.abs(by_input).sum(-1).swapaxes(0, 1) * (mask[:, :, None] & ~mask[:, None, :])  # B T S
-    assert (leaks == 0).all()
+    support = jnp.abs(change).sum(-1).transpose(1, 2, 0)  # B T S
+    assert (support[mask[:, :, None] & ~mask[:, None, :]] == 0).all()
 
 
-@laws(ROWS)
-def test_a_row_of_nothing_but_padding_gives_finite_numbers(row):
+@laws(PLAIN_ROWS)
+def test_a_row_of_nothing_but_padding_gives_finite_gradients(row):
     seen = observe(row)
     x, mask = spread(seen.x, PLACES["between"])
-    for leaf in jax.tree.leaves(seen.gradients(seen.params, x, mask.at[0].set(False))):
+    mask = mask.at[0].set(False)
+    for leaf in jax.tree.leaves((seen.reach(seen.params, x, mask), seen.gradients(seen.params, x, mask))):
         assert jnp.isfinite(leaf).all()
 
 
@@ -200,11 +220,11 @@ def test_a_bidirectional_model_has_no_step(row):
         observe(row).model.init_state(1, 1)
 
 
-@laws([row for row in ROWS if row.position == "none"])
+@laws([row for row in ROWS if row.position == "none" and row.direction != "concat"])
 def test_one_token_is_a_sequence(row):
     seen = observe(row)
     x, mask = spread(seen.x, PLACES["behind"])
-    alone = seen.gradients(seen.params, x, mask & (jnp.arange(PADDED) == 0)[None])[0][:, :1]
+    alone = seen.reach(seen.params, x, mask & (jnp.arange(PADDED) == 0)[None])[0][:, :1]
     assert distance(seen.hidden(seen.params, seen.x[:, :1]), alone) <= ROUNDING
 
 
@@ -218,15 +238,18 @@ def test_the_parallel_scan_gives_the_outputs_and_gradients_of_the_sequential_one
         assert jnp.linalg.norm(leaf - reference) <= ROUNDING * jnp.linalg.norm(reference)
 
 
+def is_program(value):
+    return isinstance(value, ClosedJaxpr | Jaxpr)
+
+
 def float64s(program):
     """The float64 and complex128 arrays that a traced program computes; Python's own numbers are scalars."""
-    for equation in program.eqns:
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: isinstance(p, ClosedJaxpr | Jaxpr)):
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from float64s(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+    for equation in (program.jaxpr if isinstance(program, ClosedJaxpr) else program).eqns:
+        for inner in filter(is_program, jax.tree.leaves(list(equation.params.values()), is_leaf=is_program)):
+            yield from float64s(inner)
         for aval in (v.aval for v in equation.outvars):
-            if aval.shape and jnp.issubdtype(aval.dtype, jnp.inexact) and jnp.finfo(aval.dtype).bits == 64:
-                yield equation
+            if aval.shape and aval.dtype in (jnp.float64, jnp.complex128):
+                yield aval
 
 
 @laws(ROWS)
@@ -237,17 +260,22 @@ def test_nothing_is_computed_in_float64(row):
     def loss(params, tokens, mask):
         return nnx.merge(seen.graph, params)(tokens, mask).sum()
 
-    with jax.enable_x64(True):  # else there would be no float64 to find
-        assert list(float64s(jax.make_jaxpr(lambda: jnp.ones(2) * 2)().jaxpr))
+    # without x64 there would be no float64 to find; with it integers are 64 bits wide where nothing says otherwise
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        assert list(float64s(jax.make_jaxpr(lambda: jnp.ones(2))()))
         programs = [jax.make_jaxpr(jax.grad(loss))(seen.params, tokens, tokens == 0)]
         if row.causal:
             programs.append(jax.make_jaxpr(seen.model.step)(seen.model.init_state(B, T), tokens[:, 0]))
     for program in programs:
-        assert not list(float64s(program.jaxpr))
+        assert not list(float64s(program))
 
 
 @laws(ROWS)
 def test_the_controls_expect_what_these_laws_say(row):
-    nonzero = {"future": not row.causal, "order": row.sees_order, "shift": row.position == "sinusoidal", "padding": False}
-    nonzero |= {"token_by_token": False} if row.causal else {}
+    nonzero = {
+        "future": not row.causal,
+        "order": row.sees_order,
+        "shift": row.position == "sinusoidal",
+        "padding": False,
+    } | ({"token_by_token": False} if row.causal else {})
     assert expected(observe(row).model) == {name: "nonzero" if yes else "zero" for name, yes in nonzero.items()}

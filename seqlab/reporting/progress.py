@@ -67,7 +67,9 @@ def print_summary(results: Results) -> None:
     console = Console(stderr=True, markup=False, highlight=False)  # brackets are intervals, not markup
     members = results["members"]
     table = Table(show_header=False)
-    table.add_row("status", f"{results['status']}, {len(members)} member{'s' * (len(members) != 1)}")
+    diverged = sum(member["status"] == "diverged" for member in members)
+    count = f"{len(members)} member{'s' * (len(members) != 1)}" + f", {diverged} diverged" * bool(diverged)
+    table.add_row("status", f"{results['status']}, {count}")
     for name, measure in results["measures"].items():
         if not measure["axes"]:
             table.add_row(name, describe(measure["values"]))

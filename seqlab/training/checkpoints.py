@@ -1,6 +1,7 @@
 """Checkpoints of a population through Orbax: the only place that knows its interface."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,8 @@ class Checkpoints:
         self._orbax.close()
 
 
-def _leaves(states: TrainState) -> list[tuple[str, jax.Array]]:
+def _leaves(states: TrainState) -> list[tuple[str, Any]]:
+    """Arrays, or their shapes where `states` is abstract."""
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(states)]
 
 
@@ -56,5 +58,5 @@ def _named(states: TrainState) -> dict[str, jax.Array]:
     return {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in _leaves(states)}
 
 
-def _is_key(leaf: jax.Array) -> bool:
+def _is_key(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

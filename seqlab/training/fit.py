@@ -100,10 +100,23 @@ def fit(
     start = time.perf_counter()
     chunk_seconds, first_step = 0.0, step
     saved = step if step else None
-    status: Status = "finished"
-    reached = False
+    alive = np.asarray(states.diverged_at) == ALIVE
+
+    def validate() -> Mapping[str, np.ndarray]:
+        key = jax.random.key(VALIDATION_KEY)
+        return jax.device_get(program.evaluate(states, task, key, schedule.eval_batches, "valid"))
+
+    def past_target(scores: Mapping[str, np.ndarray]) -> bool:
+        if schedule.target is None:
+            return False
+        values = scores[task.main_metric][alive]
+        return bool(np.all(values >= schedule.target if task.higher_is_better else values <= schedule.target))
+
+    # A run that its target ended is over, also where a kill kept it from writing its results.
+    reached = schedule.target is not None and step > 0 and step % schedule.eval_every == 0 and past_target(validate())
+    interrupted = False
     with StopRequest() as stop:
-        while step < program.steps and not reached:
+        while step < program.steps and alive.any() and not reached and not interrupted:
             boundary = schedule.next_boundary(step, program.steps)
             chunk_start = time.perf_counter()
             states, metrics = advance(states, task, jnp.int32(boundary - step))
@@ -112,17 +125,11 @@ def fit(
             step = boundary
             record(step, {f"train/{name}": values for name, values in metrics.items()})
             alive = np.asarray(states.diverged_at) == ALIVE
-            if not alive.any():
-                status = "diverged"
-                break
-            if step % schedule.eval_every == 0 or step == program.steps:
-                key = jax.random.key(VALIDATION_KEY)
-                scores = jax.device_get(program.evaluate(states, task, key, schedule.eval_batches, "valid"))
+            if alive.any() and (step % schedule.eval_every == 0 or step == program.steps):
+                scores = validate()
                 record(step, {f"valid/{name}": values for name, values in scores.items()})
-                reached = _past_target(task, scores[task.main_metric][alive], schedule.target)
-            if stop.signal is not None and step < program.steps and not reached:
-                status = "interrupted"
-                break
+                reached = past_target(scores)
+            interrupted = stop.signal is not None and step < program.steps and alive.any() and not reached
             if step % schedule.checkpoint_every == 0:
                 saved = step
                 checkpoints.save(step, states, train_seconds + time.perf_counter() - start)
@@ -132,15 +139,9 @@ def fit(
     return Fitted(
         states=states,
         step=step,
-        status=status,
+        status="interrupted" if interrupted else "finished" if alive.any() else "diverged",
         compile_seconds=compile_seconds,
         train_seconds=train_seconds + time.perf_counter() - start,
         tokens_per_second=tokens / chunk_seconds if chunk_seconds else None,
         signal=stop.signal,
     )
-
-
-def _past_target(task: Task, scores: np.ndarray, target: float | None) -> bool:
-    if target is None:
-        return False
-    return bool(np.all(scores >= target if task.higher_is_better else scores <= target))

@@ -25,6 +25,16 @@ class AdamW:
     warmup: float = 0.05
     floor: float = 0.01
 
+    def __post_init__(self):
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} must be at least 0 and below 1")
+        for name in ("warmup", "floor"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} is a share; use 0 to 1")
+        if not self.clip_norm > 0:
+            raise ValueError(f"optimizer.clip_norm={self.clip_norm} must be positive; 1e9 clips nothing")
+
     def transformation(self, steps: int) -> optax.GradientTransformation:
         """The update for a peak learning rate of 1: each member scales it by its own."""
         warmup_steps = max(1, round(self.warmup * steps))
@@ -43,7 +53,8 @@ def decayed(params: nnx.State) -> nnx.State:
     """True for the parameters that weight decay pulls to zero: matrices and embeddings, and nothing else."""
 
     def decays(path, param: nnx.Variable) -> nnx.Variable:
-        spared = isinstance(param, Recurrence) or path[-1].key in ("bias", "scale")
+        axes = param.get_value().ndim - (path[0].key == "blocks")  # whose parameters are stacked
+        spared = isinstance(param, Recurrence) or axes < 2 or path[-1].key == "bias"
         return jax.tree.map(lambda _: not spared, param)
 
     return jax.tree_util.tree_map_with_path(decays, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

@@ -132,9 +132,7 @@ def test_a_member_that_diverges_stands_still_and_its_neighbour_does_not_notice(p
     assert not differences(member(states, 0), member(pair[0], 0))
 
     before, _ = trained(program, task, [3, 5], [0.01, rate], (bad[0],))
-    assert_same(
-        bits(member((states.params, states.opt_state), 1)), differences(member((before.params, before.opt_state), 1))
-    )
+    assert not differences(member((states.params, states.opt_state), 1), member((before.params, before.opt_state), 1))
 
 
 def test_a_step_that_is_not_finite_leaves_finite_parameters(program, task):
@@ -194,9 +192,9 @@ def test_a_measure_is_taken_of_each_member(program, task, pair):
         np.testing.assert_allclose(curve.values[index], logits, rtol=1e-4, atol=1e-5)  # logits of order 1 in float32
 
 
-def test_an_unknown_type_is_refused(program, task):
+def test_an_unknown_type_is_refused(program):
     with pytest.raises(ValueError, match="float16 is unknown; use float32 or bfloat16"):
-        replace(program, compute_dtype="float16").check(task)
+        replace(program, compute_dtype="float16")
 
 
 def numpy_loss(logits, batch):
