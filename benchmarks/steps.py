@@ -128,7 +128,7 @@ def scans(rounds: int) -> list[Comparison]:
 
     def compare(what: str, function: Callable[..., Any], arguments: Any, backward: bool) -> Comparison:
         def timed(scan: str) -> Callable[[], object]:
-            def scalar(*arguments: Any) -> jax.Array:
+            def scalar(*arguments: Any) -> Any:
                 # a square, since the gradient of a sum would not need the states
                 return sum((leaf**2).sum() for leaf in jax.tree.leaves(function(scan, *arguments)))
 

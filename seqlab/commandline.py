@@ -43,7 +43,7 @@ class Job:
     """One run as asked for: its configuration, where it lives, and the command that asks for it again."""
 
     config: DictConfig
-    choices: Mapping[str, str]
+    choices: Mapping[str, str | None]
     """Which file was taken of each group, for instance {"model": "ssm"}."""
     directory: Path
     command: str
@@ -65,10 +65,14 @@ def launch(run: Callable[[Job], int]) -> int:
     is listed again at the end.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors arrive here and not as Hydra's own print-out
+    sys.path.insert(
+        0, str(Path.cwd())
+    )  # where a user's own classes lie; `python -m` does so, a console script does not
     outcomes: list[tuple[str, int, str]] = []
 
     def job(config: DictConfig) -> None:
-        typed = shlex.join(OmegaConf.to_container(HydraConfig.get().overrides.task))  # as typed: `${...}` stays
+        # unresolved: what was typed as `${...}` stays
+        typed = shlex.join(map(str, OmegaConf.to_container(HydraConfig.get().overrides.task) or ()))
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             say(f"[{len(outcomes) + 1}] {typed}")
 
@@ -116,6 +120,9 @@ def _outcome(call: Callable[[], int]) -> tuple[int, str]:
     except RefusedError as refused:
         say(f"seqlab: {refused}")
         return REFUSED, str(refused)
+    except KeyboardInterrupt:  # while compiling or measuring; training itself ends with a checkpoint
+        say("seqlab: stopped by Ctrl-C; the same command goes on from the last checkpoint")
+        code = 130
     except Exception as error:
         traceback.print_exc()
         return FAILED, f"{type(error).__name__}: {error}"
@@ -126,14 +133,16 @@ def _one_line(error: BaseException) -> str:
     """What is wrong, in one line."""
     if isinstance(error, HydraException | OmegaConfBaseException):
         cause = error.__cause__
-        if isinstance(cause, ValueError | OSError | TypeError) and not isinstance(cause, OmegaConfBaseException):
-            return _one_line(cause)  # a constructor's own refusal, or of an argument that it does not know
+        if isinstance(cause, ValueError | OSError | TypeError | ImportError) and not isinstance(
+            cause, OmegaConfBaseException
+        ):
+            return _one_line(cause)  # a constructor's own refusal, an argument that it does not know, a wrong _target_
         unknown = _unknown_name()
         if unknown:
             return unknown
     elif isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return next(iter(str(error).strip().splitlines()), repr(error))
+    return next(iter(str(error).strip().replace(":\n", ": ").splitlines()), repr(error))
 
 
 def _unknown_name() -> str | None:

@@ -191,7 +191,7 @@ def members(job: Job) -> list[tuple[float, int]]:
         ValueError: a rate is not a positive number, or a seed is beyond 32 bits.
     """
     config = job.config
-    rates = OmegaConf.to_container(config.population.learning_rates, resolve=True)
+    rates = list(config.population.learning_rates)
     seeds = range(config.seed, config.seed + config.population.seeds)
     if not rates or not all(isinstance(rate, int | float) and rate > 0 for rate in rates):
         raise ValueError(f"population.learning_rates={rates}: use one positive number or more, as in [0.001,0.003]")
@@ -283,7 +283,8 @@ def report(results: "Results", board: "TensorBoard", step: int) -> None:
     from seqlab.reporting.results import markdown
 
     for name, figure in measure_figures({"": results}).items():
-        board.figure(name, step, figure)
+        if results["measures"][name]["axes"]:  # the others are scalars
+            board.figure(name, step, figure)
     metrics = [member["metrics"] for member in results["members"]]
     board.text("result", step, markdown(results))
     board.session_end(results["status"], {f"test/{name}": [m[name] for m in metrics] for name in metrics[0]}, step)

@@ -1,9 +1,16 @@
 """Strict JAX for all tests, and shapes checked: every function of seqlab runs through jaxtyping and beartype."""
 
+import contextlib
+import io
 import os
+import shlex
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import absl.logging
 import jax
+import pytest
 from flax import struct
 from jaxtyping import install_import_hook
 
@@ -33,3 +40,42 @@ def pytest_configure(config):
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }.items():
         jax.config.update(name, value)
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What a command line came to."""
+
+    code: int
+    lines: list[str]
+    """Of standard error."""
+
+
+@pytest.fixture(scope="session")
+def command():
+    """Types a command line in a directory, in this process: command("model=gru train.steps=5", tmp_path)."""
+    import seqlab.commandline
+    import seqlab.run
+
+    def type_in(line, directory, run=seqlab.run.run):
+        # Hydra sets up logging anew, at which absl closes the stream it was imported with: pytest's own capture
+        absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
+        error = io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.chdir(directory),
+            contextlib.redirect_stderr(error),
+            # optax raises float32 decay rates to an int32 count of steps, which strict promotion refuses
+            jax.numpy_dtype_promotion("standard"),
+        ):
+            patch.setattr(sys, "argv", ["seqlab", *shlex.split(line)])
+            patch.setattr(sys, "path", [*sys.path])
+            patch.setenv("COLUMNS", "200")
+            patch.setenv("HYDRA_FULL_ERROR", "1")  # which `launch` sets
+            try:
+                code = seqlab.commandline.launch(run)
+            except SystemExit as stop:
+                code = stop.code
+        return Typed(code, error.getvalue().splitlines())
+
+    return type_in

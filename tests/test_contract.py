@@ -27,7 +27,7 @@ ROUNDING = 1e-5
 """Relative L2. The two sides of a law differ in the order of their sums: a hundred roundings of 2^-24, more than a
 number meets on its way through two blocks, add up to 6e-6."""
 VISIBLE = 1e-3
-"""Relative L2. What must differ is a share of the output, 1e-2 or more in these small random models: no rounding."""
+"""Relative L2. What must differ is a share of the output, a tenth or more in these small random models: no rounding."""
 
 MIXERS = {
     "rnn": Elman,

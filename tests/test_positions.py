@@ -7,7 +7,7 @@ import pytest
 from seqlab.positions import NoPosition, RoPE, Sinusoidal
 
 POSITIONS = np.array([0, 1, 2, 3, 17, 50, 99, 100])
-# an angle is p f with f = base^-x: f is off by 2^-24 f (1 + x ln base) at most, f ln(1/f) <= 1/e, the product rounds again
+# an angle is p f, f = base^-x: f is off by 2^-24 f (1 + x ln base) at most, f ln(1/f) <= 1/e, the product rounds again
 ATOL = 100 * 4 * 2**-24
 
 
@@ -19,10 +19,7 @@ def random(*shape):
 @pytest.mark.parametrize("width", [8, 7])
 def test_sinusoids_follow_the_formula(width, base):
     waves = np.array(
-        [
-            [(np.cos if d % 2 else np.sin)(p / base ** (2 * (d // 2) / width)) for d in range(width)]
-            for p in POSITIONS
-        ]
+        [[(np.cos if d % 2 else np.sin)(p / base ** (2 * (d // 2) / width)) for d in range(width)] for p in POSITIONS]
     )
     x = random(2, len(POSITIONS), width)
     actual = Sinusoidal(base).embed(jnp.float32(x), jnp.asarray(POSITIONS))

@@ -16,7 +16,7 @@ FREE = frozenset(
     (
         *("broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "dynamic_update_slice"),
         *("concatenate", "pad", "gather", "scatter", "rev", "copy", "convert_element_type", "iota", "stop_gradient"),
-        "split",
+        *("split", "stack", "unstack", "tile"),
     )
 )
 """Primitives that move numbers and compute none."""

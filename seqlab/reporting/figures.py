@@ -1,5 +1,6 @@
 """Figures of populations: curves with a band, bars with a dot a member. No pyplot state, no display needed."""
 
+import re
 from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import TypeAlias
@@ -29,6 +30,7 @@ def measure_figures(runs: Mapping[str, Results]) -> dict[str, Figure]:
 
     The ceilings of the runs' task are drawn where they belong: at bars all of that measure, at curves chance.
     """
+    runs = dict(zip(labels(list(runs)), runs.values(), strict=True))
     figures = {}
     for name in dict.fromkeys(name for results in runs.values() for name in results["measures"]):
         measures = {run: results["measures"][name] for run, results in runs.items() if name in results["measures"]}
@@ -46,6 +48,14 @@ def measure_figures(runs: Mapping[str, Results]) -> dict[str, Figure]:
             curves = {run: (points[run], values[run]) for run in values}
             figures[name] = curve_figure(curves, axes[0], label, chance, wide)
     return figures
+
+
+def labels(runs: Sequence[str]) -> list[str]:
+    """What tells runs apart: of their names `task/model/key=value,key=value`, the words that they do not all share."""
+    words = [re.split(r"/|,(?=[\w.]+=)", run) for run in runs]
+    shared = set.intersection(*map(set, words)) if len(runs) > 1 else {w for own in words for w in own if "=" in w}
+    short = [" ".join(word for word in own if word not in shared) for own in words]
+    return short if len(set(short)) == len(runs) and (all(short) or len(runs) == 1) else list(runs)
 
 
 def _wide(axis: Axis) -> bool:

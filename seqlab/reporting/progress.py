@@ -74,7 +74,7 @@ def print_summary(results: Results) -> None:
         if not measure["axes"]:
             table.add_row(name, describe(measure["values"]))
     if results["measures"]:
-        ceilings = (f"{name} {value:.3g}" for name, value in results["ceilings"].items())
+        ceilings = (f"{name} {value:.3g}" for name, value in results["ceilings"].items() if "/" not in name)
         table.add_row("ceilings", ", ".join(ceilings))
     controls = results["controls"]
     if controls:

@@ -11,7 +11,7 @@ from seqlab.positions import NoPosition, RoPE
 
 B, T, H, K = 2, 7, 3, 4
 D = H * K
-# a score is a sum of 4 products and an output of 12 of them, of numbers of a few units: some 50 roundings of 2^-24 of at most 10
+# scores are sums of 4 products, outputs of 12, of numbers of a few units: some 50 roundings of 2^-24 of at most 10
 ATOL = 3e-5
 
 
@@ -20,7 +20,7 @@ def random(*shape, seed=0):
 
 
 def softmax_attention(q, k, v, allowed):
-    """q, k, v [T, K] of one head: each row a weighted mean of the values of the allowed keys, or zero where there are none."""
+    """q, k, v [T, K] of one head: each row the weighted mean of the values it may see, zero where it may see none."""
     out = np.zeros_like(v)
     for t in range(len(q)):
         seen = np.flatnonzero(allowed[t])
@@ -56,9 +56,11 @@ def test_it_is_the_formula_head_by_head(causal, position, masked):
     for b in range(B):
         allowed = mask[b][None] & (np.tril(np.ones((T, T), bool)) | (not causal))
         q, k, v = (x[b] @ weights[name][0] + weights[name][1] for name in ("query", "key", "value"))
-        heads = [slice(h * K, (h + 1) * K) for h in range(H)]
-        mixed = [softmax_attention(turned(q[:, h], position), turned(k[:, h], position), v[:, h], allowed) for h in heads]
-        expected[b] = np.concatenate(mixed, -1) @ weights["out"][0] + weights["out"][1]
+        mixed = np.zeros((T, D))
+        for head in (slice(h * K, (h + 1) * K) for h in range(H)):
+            q_head, k_head = (turned(x[:, head], position) for x in (q, k))
+            mixed[:, head] = softmax_attention(q_head, k_head, v[:, head], allowed)
+        expected[b] = mixed @ weights["out"][0] + weights["out"][1]
     actual = mixer(jnp.float32(x), jnp.asarray(mask) if masked else None)
     np.testing.assert_allclose(actual, expected, atol=ATOL, rtol=0)
 

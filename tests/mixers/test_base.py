@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,4 +50,4 @@ def test_what_has_no_token_by_token_form_says_so():
     mixer = Bidirectional(D, mixer=GRU, rngs=nnx.Rngs(0))
     for call in (lambda: mixer.init_state(1, 1), lambda: mixer.step(None, jnp.ones((1, D)))):
         with pytest.raises(NotImplementedError, match=r"^Bidirectional has no token-by-token form$"):
-            jax.eval_shape(call)
+            call()

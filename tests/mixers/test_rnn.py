@@ -10,7 +10,7 @@ from seqlab.mixers.base import Recurrence
 from seqlab.mixers.rnn import GRU, LSTM, Elman
 
 B, T, D, N = 3, 9, 5, 4
-# nine steps of sums of ten products of numbers of a few units: some 200 roundings of 2^-24, weights' gradients over 27 tokens
+# nine steps of sums of ten products of numbers of a few units: some 200 roundings of 2^-24, of the largest number
 ATOL = 5e-5
 
 TORCH_GATES = {  # the order in which PyTorch stacks the gates

@@ -72,7 +72,7 @@ def test_gamma_makes_up_for_what_the_decay_accumulates(wide):
 
 
 def test_a_ring_forgets_as_theory_says(wide):
-    # E |l|^2k g^2 = F_k - F_k+1 with F_k = (r1^(2k+2) - r0^(2k+2)) / ((k+1) (r1^2 - r0^2)), by integrating over the area
+    # E |l|^2k g^2 = F_k - F_k+1 with F_k = (r1^(2k+2) - r0^(2k+2)) / ((k+1) (r1^2 - r0^2)): the integral over the area
     low, high = RING["r_min"], RING["r_max"]
 
     def f(k):

@@ -1,8 +1,9 @@
 import io
 
 import numpy as np
+import pytest
 
-from seqlab.reporting.figures import bar_figure, curve_figure
+from seqlab.reporting.figures import bar_figure, curve_figure, labels
 
 GAPS = (1, 4, 16)
 
@@ -15,6 +16,27 @@ def draw(figure):
     """Lays the figure out as saving it does."""
     figure.savefig(io.BytesIO())
     return figure
+
+
+@pytest.mark.parametrize(
+    ("runs", "short"),
+    [
+        (["mqar/ssm/model.width=8,seed=1", "mqar/gru/model.width=8,seed=1"], ["ssm", "gru"]),
+        (
+            ["mqar/ssm/defaults", "mqar/ssm/population.learning_rates=[1,2]"],
+            ["defaults", "population.learning_rates=[1,2]"],
+        ),
+        (
+            ["ssm/seed=1", "ssm/seed=1,train.steps=9"],
+            ["ssm/seed=1", "ssm/seed=1,train.steps=9"],
+        ),  # else one has no name
+        (["mqar/ssm/seed=1,train.steps=9"], ["mqar ssm"]),
+        (["ssm", "gru"], ["ssm", "gru"]),
+        ([""], [""]),
+    ],
+)
+def test_runs_are_labelled_by_what_tells_them_apart(runs, short):
+    assert labels(runs) == short
 
 
 def test_curves_are_the_mean_with_a_band_from_low_to_high():
