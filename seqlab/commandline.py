@@ -161,6 +161,7 @@ def _unknown_name() -> str | None:
         loader = GlobalHydra.instance().config_loader()
         if typed.config_dir:
             loader.get_search_path().prepend("command-line", f"file://{Path(typed.config_dir).absolute()}")
+            loader.repository.initialize_sources(loader.get_search_path())
         valid = []
         for override in overrides:
             group = override.key_or_group

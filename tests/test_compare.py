@@ -8,7 +8,7 @@ from seqlab.reporting.results import write_results
 def write_run(directory, metric="accuracy", measures=None, holds=True, values=(0.25, 0.75)):
     directory.mkdir(parents=True)
     members = [
-        {"seed": seed, "learning_rate": 1e-3, "status": "finished", "metrics": {"loss": 9.0, metric: value}}
+        {"seed": seed, "learning_rate": 1e-3, "status": "finished", "metrics": {metric: value, "loss": 9.0}}
         for seed, value in enumerate(values)
     ]
     write_results(
@@ -21,6 +21,7 @@ def write_run(directory, metric="accuracy", measures=None, holds=True, values=(0
             "device": "cpu",
             "members": members,
             "measures": measures or {},
+            "ceilings": {"chance": 0.125, "oracle": 1.0},
             "controls": {"future": {"expected": "zero", "value": 0.1, "holds": holds}},
             "cost": {"parameters": 12345, "state_bytes": 256, "tokens_per_second": None},
         },

@@ -21,8 +21,13 @@ def environment(monkeypatch):
 
 
 def results(**changes):
-    members = [{"seed": i, "metrics": {"accuracy": accuracy}} for i, accuracy in enumerate((0.5, 1.0, None))]
+    accuracies = [0.5, 1.0, None]
+    members = [
+        {"seed": seed, "status": "finished" if accuracy else "diverged", "metrics": {"accuracy": accuracy}}
+        for seed, accuracy in enumerate(accuracies)
+    ]
     measures = {
+        "accuracy": {"axes": {}, "values": accuracies},
         "perplexity": {"axes": {}, "values": [2.0, 4.0, 6.0]},
         "recall": {"axes": {"gap": [1]}, "values": [[0.125]] * 3},
     }
@@ -30,19 +35,30 @@ def results(**changes):
         "future": {"expected": "zero", "value": 0.0, "holds": True},
         "order": {"expected": "nonzero", "value": 0.0, "holds": False},
     }
-    return {"status": "finished", "members": members, "measures": measures, "controls": controls} | changes
+    ceilings = {"chance": 0.0625, "bag_of_words": 0.5, "both_correct/bag_of_words": 0.0}
+    parts = {"members": members, "measures": measures, "ceilings": ceilings, "controls": controls}
+    return {"status": "finished"} | parts | changes
+
+
+VALUES = {"train/loss": [1.0, 1.5, None], "train/accuracy": [0.25, 0.75, None]}
 
 
 def test_nothing_is_printed_where_nobody_watches(capfd, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as CI systems set it; it must not wake the bar
-    with TrainingProgress(100, "accuracy") as progress:
-        progress.update(50, loss=1.0, metric=0.5, tokens_per_second=1e5)
+    with TrainingProgress(100, "accuracy", tokens_per_step=10) as progress:
+        progress.update(50, VALUES)
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_bar_shows_step_loss_metric_and_speed(capfd):
-    with redirect_stderr(Terminal()) as terminal, TrainingProgress(100, "accuracy", first_step=20) as progress:
-        progress.update(50, loss=1.25, metric=0.5, tokens_per_second=123456.0)
+def test_the_bar_shows_step_loss_metric_and_speed(capfd, monkeypatch):
+    clock = iter((100.0, 110.0))
+    monkeypatch.setattr("seqlab.reporting.progress.time.perf_counter", lambda: next(clock))
+    with (
+        redirect_stderr(Terminal()) as terminal,
+        TrainingProgress(100, "accuracy", tokens_per_step=41152, first_step=20) as progress,
+    ):
+        progress.update(50, VALUES)  # 30 steps of 41152 tokens in 10 s
+        progress.update(50, {"valid/loss": [1.0, 1.0, 1.0]})  # a validation moves nothing
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
     assert "50/100" in shown
     assert "loss 1.250  accuracy 0.500  123k tokens/s" in shown
@@ -50,10 +66,11 @@ def test_the_bar_shows_step_loss_metric_and_speed(capfd):
 
 
 def test_the_summary_holds_metric_and_plain_measures_and_shouts_broken_controls(capfd):
-    print_summary(results(), "accuracy")
+    print_summary(results())
     captured = capfd.readouterr()
     assert captured.out == ""
-    assert "finished, 3 members" in captured.err
+    assert "finished, 3 members, 1 diverged" in captured.err
+    assert "chance 0.0625, bag_of_words 0.5" in captured.err and "both_correct" not in captured.err
     assert "0.75 [0.5, 1]" in captured.err
     assert "4 [2, 6]" in captured.err
     assert "recall" not in captured.err
@@ -63,13 +80,13 @@ def test_the_summary_holds_metric_and_plain_measures_and_shouts_broken_controls(
 
 def test_a_broken_control_is_red():
     with redirect_stderr(Terminal()) as terminal:
-        print_summary(results(), "accuracy")
+        print_summary(results())
     assert re.search(r"\x1b\[[0-9;]*41m *CONTROL BROKEN", terminal.getvalue())
 
 
 def test_a_run_without_members_or_finite_numbers_has_a_summary(capfd):
-    print_summary(results(status="failed", members=[], measures={}, controls={}), "accuracy")
-    print_summary(results(measures={"ppl": {"axes": {}, "values": [None, None]}}), "accuracy")
+    print_summary(results(status="failed", members=[], measures={}, controls={}))
+    print_summary(results(measures={"ppl": {"axes": {}, "values": [None, None]}}))
     captured = capfd.readouterr()
     assert "failed, 0 members" in captured.err
     assert "nan [nan, nan]" in captured.err

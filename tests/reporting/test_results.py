@@ -26,6 +26,7 @@ def results(**changes):
             "recall": {"axes": {"gap": (1, 2, 4)}, "values": np.array([[1.0, 0.5, 0.25], [1.0, np.nan, np.inf]])},
             "perplexity": {"axes": {}, "values": np.array([2.0, 3.0])},
         },
+        "ceilings": {"chance": 0.125},
         "controls": {"future": {"expected": "zero", "value": 0.0, "holds": np.bool_(True)}},
         "cost": {"parameters": 1000, "state_bytes": np.int64(256)},
     } | changes
