@@ -1,4 +1,4 @@
-"""Recurrent networks against PyTorch with copied weights, and their starting values."""
+"""Recurrent networks against their formulas and PyTorch with copied weights, and their starting values."""
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,46 @@ def randomised(kind):
     for param in jax.tree.leaves(nnx.state(mixer), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
         param[...] = 0.5 * jax.random.normal(keys(), param.shape)
     return mixer
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+FORMULAS = {  # the next state [.., N] from the gates' drives, the recurrent products and the state
+    Elman: lambda u, r, bias, h, c: (np.tanh(u["hidden"] + r["hidden"]), c),
+    GRU: lambda u, r, bias, h, c: (
+        (1 - (z := sigmoid(u["update"] + r["update"])))
+        * np.tanh(u["new"] + sigmoid(u["reset"] + r["reset"]) * (r["new"] + bias))
+        + z * h,
+        c,
+    ),
+    LSTM: lambda u, r, bias, h, c: (
+        sigmoid(u["output"] + r["output"])
+        * np.tanh(
+            new := sigmoid(u["forget"] + r["forget"]) * c
+            + sigmoid(u["input"] + r["input"]) * np.tanh(u["cell"] + r["cell"])
+        ),
+        new,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_outputs_are_those_of_the_formula(kind):
+    mixer = randomised(kind)
+    x = np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32)
+    bias = np.float64(mixer.recurrent_bias[...]) if kind is GRU else 0.0
+    h = c = np.zeros((B, N))
+    for t in range(T):
+        drive = {
+            g: np.float64(x[:, t]) @ np.float64(m.kernel[...]) + np.float64(m.bias[...])
+            for g, m in mixer.inputs.items()
+        }
+        product = {g: h @ np.float64(m[...]) for g, m in mixer.recurrent.items()}
+        h, c = FORMULAS[kind](drive, product, bias, h, c)
+    last = h @ np.float64(mixer.out.kernel[...]) + np.float64(mixer.out.bias[...])
+    np.testing.assert_allclose(mixer(jnp.asarray(x))[:, -1], last, atol=ATOL)
 
 
 @pytest.mark.parametrize("kind", TORCH_GATES)
