@@ -65,9 +65,7 @@ def launch(run: Callable[[Job], int]) -> int:
     is listed again at the end.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors arrive here and not as Hydra's own print-out
-    sys.path.insert(
-        0, str(Path.cwd())
-    )  # where a user's own classes lie; `python -m` does so, a console script does not
+    sys.path.insert(0, str(Path.cwd()))  # where a user's own classes lie: a console script does not look there itself
     outcomes: list[tuple[str, int, str]] = []
 
     def job(config: DictConfig) -> None:

@@ -1,0 +1,126 @@
+"""What a run has to say, as `results.json` and TensorBoard record it: known before training, after it, and measured."""
+
+from itertools import product
+from typing import Any
+
+import jax
+import numpy as np
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from seqlab.commandline import Job, leaves
+from seqlab.measures import controls, cost
+from seqlab.reporting.figures import measure_figures
+from seqlab.reporting.results import Results, markdown, versions
+from seqlab.reporting.tensorboard import TensorBoard
+from seqlab.tasks.base import Task
+from seqlab.training.fit import Fitted
+from seqlab.training.program import ALIVE, Program
+from seqlab.types import Curve
+
+MEASURE_KEY = 1
+
+
+def members(job: Job) -> list[tuple[float, int]]:
+    """The population's learning rates, each with every seed.
+
+    Raises:
+        ValueError: a rate is not a positive number, or a seed is beyond 32 bits.
+    """
+    config = job.config
+    rates = list(config.population.learning_rates)
+    seeds = range(config.seed, config.seed + config.population.seeds)
+    if not rates or not all(isinstance(rate, int | float) and rate > 0 for rate in rates):
+        raise ValueError(f"population.learning_rates={rates}: use one positive number or more, as in [0.001,0.003]")
+    if seeds[-1] >= 2**32:
+        raise ValueError(f"seed={config.seed}: the population's seeds must stay below 2^32; use a smaller one")
+    return list(product(rates, seeds))
+
+
+def blank_results(job: Job, task: Task, program: Program) -> Results:
+    """What is known before anything is computed. Traces the model on the task's examples.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    batch = jax.eval_shape(lambda: task.sample(jax.random.key(0), program.batch_size, "valid"))
+    model = program.abstract_model
+    return {
+        "status": "failed",
+        "command": job.command,
+        "config": OmegaConf.to_container(job.config, resolve=True),
+        "versions": versions(),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "members": [
+            {"seed": seed, "learning_rate": rate, "status": "failed", "metrics": {}} for rate, seed in members(job)
+        ],
+        "measures": {},
+        "ceilings": task.ceilings(),
+        "controls": {},
+        "cost": {
+            "parameters": cost.parameters(model),
+            "state_bytes": cost.state_bytes(model, task.length),
+            "flops_per_token": cost.flops_per_token(model, task.length, batch.scored.shape[1]),
+            "tokens_per_second": None,
+            "compile_seconds": None,
+            "train_seconds": None,
+        },
+    }
+
+
+def add_training(results: Results, fitted: Fitted) -> None:
+    results["status"] = fitted.status
+    for member, diverged_at in zip(results["members"], fitted.states.diverged_at.tolist(), strict=True):
+        member["status"] = fitted.status if diverged_at == ALIVE else "diverged"
+    for quantity in ("tokens_per_second", "compile_seconds", "train_seconds"):
+        results["cost"][quantity] = getattr(fitted, quantity)
+
+
+def add_measures(results: Results, job: Job, task: Task, program: Program, fitted: Fitted) -> None:
+    """Runs the task's measures and the controls on the trained population."""
+    key = jax.random.key(MEASURE_KEY)
+    curves: dict[str, Curve] = {}
+    for measure in job.config.measure.values():
+        curves |= program.measure(instantiate(measure), fitted.states, task, key, program.compute_dtype)
+    results["measures"] = {
+        name: {"axes": dict(curve.axes), "values": np.asarray(curve.values)} for name, curve in curves.items()
+    }
+    numbers = {name: measure["values"] for name, measure in results["measures"].items() if not measure["axes"]}
+    for index, member in enumerate(results["members"]):
+        member["metrics"] = {name: float(values[index]) for name, values in numbers.items()}
+
+    expected = controls.expected(program.abstract_model)
+    found = program.measure(controls.Controls(), fitted.states, task, key)
+    for name, expectation in expected.items():
+        values = [
+            value
+            for value, member in zip(found[name].values.tolist(), results["members"], strict=True)
+            if member["status"] != "diverged"
+        ]
+        worst = max(values, default=None) if expectation == "zero" else min(values, default=None)
+        holds = all(controls.holds(name, expectation, value) for value in values)
+        results["controls"][name] = {"expected": expectation, "value": worst, "holds": holds}
+
+
+def report(results: Results, board: TensorBoard, step: int) -> None:
+    """Writes the outcome to TensorBoard."""
+    for name, figure in measure_figures({"": results}).items():
+        if results["measures"][name]["axes"]:  # the others are scalars
+            board.figure(name, step, figure)
+    metrics = [member["metrics"] for member in results["members"]]
+    board.text("result", step, markdown(results))
+    board.session_end(results["status"], {f"test/{name}": [m[name] for m in metrics] for name in metrics[0]}, step)
+
+
+def hyperparameters(job: Job, results: Results) -> dict[str, Any]:
+    """The words of the command line that a comparison sorts by: choices, and plain values outside constructor calls."""
+    values = OmegaConf.to_container(job.config, resolve=True)
+    plain = {
+        key: value
+        for key, value in leaves(values)
+        if key.split(".")[0] in ("task", "model", "train", "optimizer", "population", "seed", "scan")
+        and ".build" not in key
+        and "_target_" not in key
+    }
+    choices = {group: choice for group, choice in job.choices.items() if group not in ("measure", "experiment")}
+    return choices | plain | {name: results["cost"][name] for name in ("parameters", "state_bytes", "flops_per_token")}
