@@ -18,6 +18,7 @@ from typing import Any
 
 import hydra
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -157,6 +158,7 @@ def _unknown_name() -> str | None:
             return f"{override.input_line} is a sweep; add -m, or write a list as [a,b]"
     with initialize_config_dir(CONFIG_PATH, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
+        assert isinstance(loader, ConfigLoaderImpl)
         if typed.config_dir:
             loader.get_search_path().prepend("command-line", f"file://{Path(typed.config_dir).absolute()}")
             loader.repository.initialize_sources(loader.get_search_path())

@@ -106,6 +106,12 @@ def test_members_draw_their_own_training_data_and_share_what_they_are_judged_by(
     assert metrics["loss"][0] != metrics["loss"][1]
 
 
+def test_every_step_draws_new_data(program, task):
+    _, metrics = trained(program, task, [3, 5], [0.0, 0.0], (1,) * 4)  # the same parameters throughout
+    for index in range(2):
+        assert len({step["loss"][index].item() for step in metrics}) == 4
+
+
 def test_evaluation_is_the_mean_loss_of_its_batches_without_dropout(program, task, pair):
     found = program.evaluate(pair[0], task, jax.random.key(1), 2, "valid")
     losses = []
