@@ -109,10 +109,16 @@ def test_what_does_not_decay_does_not_move_without_a_gradient():
     params = jax.tree.map(lambda x: jnp.full(x.shape, 3.0), abstract)
     zero = jax.tree.map(jnp.zeros_like, params)
     rule = AdamW(1.0, weight_decay=0.5, warmup=0.0).transformation(4)
-    state, moved = rule.init(params), params
-    for _ in range(2):  # the first step of the warm-up has the learning rate 0
-        updates, state = rule.update(zero, state, moved)
-        moved = optax.apply_updates(moved, updates)
+
+    @jax.jit
+    def two_steps(moved):  # the first step of the warm-up has the learning rate 0
+        state = rule.init(params)
+        for _ in range(2):
+            updates, state = rule.update(zero, state, moved)
+            moved = optax.apply_updates(moved, updates)
+        return moved
+
+    moved = two_steps(params)
     for (path, before), (_, after) in zip(nnx.to_flat_state(params), nnx.to_flat_state(moved), strict=True):
         if path[-1] in MATRICES:
             np.testing.assert_allclose(after[...], 1.5, rtol=1e-6, err_msg=str(path))  # one product
