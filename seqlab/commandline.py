@@ -149,6 +149,11 @@ def _unknown_name() -> str | None:
     if GlobalHydra.instance().is_initialized():  # the configuration was composed, so all names exist
         return None
     typed = get_args_parser().parse_args()
+    if typed.config_dir and not Path(typed.config_dir).is_dir():
+        return f"--config-dir {typed.config_dir} is not a directory"
+    for word in typed.overrides:
+        if "=" not in word and not word.startswith("~"):
+            return f"{word} sets nothing; write key=value, such as model=ssm"
     try:
         overrides = OverridesParser.create().parse_overrides(typed.overrides)
     except HydraException:
@@ -179,7 +184,7 @@ def _unknown_name() -> str | None:
         key = override.key_or_group
         if override.is_add() or key.startswith("hydra") or key in {*GROUPS, *keys, *branches}:
             continue
-        return f"{key} is unknown; {_nearest(key, keys)}"
+        return f"{key} is unknown; {_nearest(key, [*GROUPS, *keys])}"
     return None
 
 
@@ -213,7 +218,9 @@ def _job(config: DictConfig, typed: str) -> Job:
         _check_kind(key, value, usual_values.get(key))
     differences = chosen | {key: value for key, value in changed.items() if key not in NOT_PART_OF_THE_RUN}
     directory = Path(config.runs) / choices["task"] / choices["model"] / _directory_name(differences)
-    return Job(config, choices, directory, f"python -m seqlab.run {typed}".strip())
+    user_directory = get_args_parser().parse_args().config_dir
+    words = ["python -m seqlab.run", f"--config-dir {shlex.quote(user_directory)}" if user_directory else "", typed]
+    return Job(config, choices, directory, " ".join(filter(None, words)))
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 from hydra.utils import instantiate
+from jaxtyping import Array, Bool
 from omegaconf import OmegaConf
 
 from seqlab.commandline import Job, leaves
@@ -82,8 +83,10 @@ def add_measures(results: Results, job: Job, task: Task, program: Program, fitte
     curves: dict[str, Curve] = {}
     for measure in job.config.measure.values():
         curves |= program.measure(instantiate(measure), fitted.states, task, key, program.compute_dtype)
+    alive = np.asarray(fitted.states.diverged_at) == ALIVE
     results["measures"] = {
-        name: {"axes": dict(curve.axes), "values": np.asarray(curve.values)} for name, curve in curves.items()
+        name: {"axes": dict(curve.axes), "values": of_the_living(curve.values, alive)}
+        for name, curve in sorted(curves.items(), key=lambda item: item[0] != task.main_metric)  # the main one first
     }
     numbers = {name: measure["values"] for name, measure in results["measures"].items() if not measure["axes"]}
     for index, member in enumerate(results["members"]):
@@ -92,14 +95,19 @@ def add_measures(results: Results, job: Job, task: Task, program: Program, fitte
     expected = controls.expected(program.abstract_model)
     found = program.measure(controls.Controls(), fitted.states, task, key)
     for name, expectation in expected.items():
-        values = [
-            value
-            for value, member in zip(found[name].values.tolist(), results["members"], strict=True)
-            if member["status"] != "diverged"
-        ]
-        worst = max(values, default=None) if expectation == "zero" else min(values, default=None)
+        values = np.asarray(found[name].values)[alive].tolist()
+        if not values:  # there is no member to control
+            continue
+        worst = max(values) if expectation == "zero" else min(values)
         holds = all(controls.holds(name, expectation, value) for value in values)
         results["controls"][name] = {"expected": expectation, "value": worst, "holds": holds}
+
+
+def of_the_living(values: Array, alive: Bool[np.ndarray, " P"]) -> np.ndarray:
+    """The values [P, ...] with NaN in the place of members that diverged."""
+    found = np.array(values)
+    found[~alive] = np.nan
+    return found
 
 
 def report(results: Results, board: TensorBoard, step: int) -> None:

@@ -7,12 +7,13 @@ import shutil
 import sys
 from collections.abc import Mapping
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from seqlab.commandline import DIVERGED, NOT_PART_OF_THE_RUN, OK, Job, launch, leaves, refusals, say
+from seqlab.commandline import DIVERGED, NOT_PART_OF_THE_RUN, OK, Job, RefusedError, launch, leaves, refusals, say
 
 if TYPE_CHECKING:
     from seqlab.reporting.results import Results
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from seqlab.training.program import Program, TrainState
 
 CONFIG_FILE = "config.yaml"
+DATA = "data_digest"
+"""In the saved configuration: which text it was."""
 SIGNALLED = 128  # an exit code of 128 + n says that signal n ended the process
 EXIT_CODES = {"finished": OK, "diverged": DIVERGED}
 
@@ -37,11 +40,12 @@ def run(job: Job) -> int:
 
     with refusals():
         check_directory(job)
-    if (job.directory / "results.json").exists() and not job.config.overwrite:
-        results = read_results(job.directory)
-        if results["status"] in EXIT_CODES:
-            say(f"{job.directory} is {results['status']} already; overwrite=true starts it anew")
-            return show(results)
+        before = None
+        if (job.directory / "results.json").exists() and not job.config.overwrite:
+            before = read_results(job.directory)
+    if before is not None and before["status"] in EXIT_CODES:
+        say(f"{job.directory} is {before['status']} already; overwrite=true starts it anew")
+        return show(before)
 
     use_compilation_cache()
     from seqlab.record import blank_results
@@ -49,7 +53,7 @@ def run(job: Job) -> int:
     with refusals():
         task, program = build(job)
         results = blank_results(job, task, program)
-        prepare_directory(job)
+        prepare_directory(job, task)
     return show(*train_and_measure(job, task, program, results))
 
 
@@ -78,6 +82,10 @@ def build(job: Job) -> tuple["Task", "Program"]:
         raise ValueError(f"model={job.choices['model']} cannot be built: {error}") from error
     task = task.asked_of(causal)
     schedule(job)
+    for measure in map(instantiate, config.measure.values()):
+        if not isinstance(task, measure.task_type):
+            chosen = f"measure={job.choices['measure']}"
+            raise ValueError(f"{chosen} looks at {measure.task_type.__name__}, not at task={job.choices['task']}")
     return task, program
 
 
@@ -94,27 +102,45 @@ def check_directory(job: Job) -> None:
     if job.config.overwrite or not file.exists():
         return
     before, now = (dict(leaves(OmegaConf.to_container(tree))) for tree in (OmegaConf.load(file), resolved(job)))
+    before.pop(DATA, None)
     changed = [f"{k} was {before.get(k)} and is {now.get(k)}" for k in {**before, **now} if before.get(k) != now.get(k)]
     if changed:
         raise ValueError(f"{job.directory} was made with another config ({'; '.join(changed)}); use overwrite=true")
 
 
-def prepare_directory(job: Job) -> None:
+def prepare_directory(job: Job, task: "Task") -> None:
     """Makes the run's directory, empty where it is to be overwritten.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: it cannot be written, or holds a run on other data.
     """
     file = job.directory / CONFIG_FILE
+    config = resolved(job)
+    config[DATA] = digest(task)
+    if file.exists() and not job.config.overwrite and OmegaConf.select(OmegaConf.load(file), DATA) != config[DATA]:
+        raise ValueError(f"{job.directory} was trained on other data than its task holds now; use overwrite=true")
     try:
         if job.config.overwrite and job.directory.exists():
             shutil.rmtree(job.directory)
         job.directory.mkdir(parents=True, exist_ok=True)
         if not file.exists():
-            OmegaConf.save(resolved(job), file)
+            unfinished = file.with_suffix(".tmp")
+            OmegaConf.save(config, unfinished)
+            unfinished.replace(file)  # whole or not at all
     except OSError as error:
         where = f"runs={job.config.runs}: {error.filename} cannot be written ({error.strerror})"
         raise ValueError(f"{where}; use runs=DIRECTORY that can") from error
+
+
+def digest(task: "Task") -> str | None:
+    """What tells the data that a task holds (a text) from others; None for a task that makes its own."""
+    import jax
+
+    held = jax.tree.leaves(task)
+    if not held:
+        return None
+    parts = [repr(task.vocab.words).encode(), *(np.asarray(array).tobytes() for array in held)]
+    return sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def train_and_measure(job: Job, task: "Task", program: "Program", results: "Results") -> tuple["Results", int | None]:
@@ -127,7 +153,8 @@ def train_and_measure(job: Job, task: "Task", program: "Program", results: "Resu
     say(opening_line(job, results))
     try:
         with Checkpoints(job.directory / "checkpoints") as checkpoints:
-            states, seconds = start(program, results, checkpoints)
+            with refusals():
+                states, seconds = start(program, results, checkpoints)
             first_step = int(states.step[0])
             with TensorBoard(job.directory, first_step) as board:
                 board.session_start(hyperparameters(job, results), group=job.name)
@@ -137,6 +164,8 @@ def train_and_measure(job: Job, task: "Task", program: "Program", results: "Resu
                 if fitted.status != "interrupted":
                     add_measures(results, job, task, program, fitted)
                 report(results, board, fitted.step)
+    except RefusedError:
+        raise
     except Exception:
         write_results(job.directory, results | {"status": "failed"})
         raise
@@ -175,7 +204,12 @@ def train(
             board.scalars(step, values)
             bar.update(step, values)
 
-        return fit(program, task, states, schedule(job), checkpoints, record, seconds)
+        fitted = fit(program, task, states, schedule(job), checkpoints, record, seconds)
+    if fitted.status == "finished" and fitted.step < program.steps:
+        say(f"every member is past train.target={job.config.train.target} at step {fitted.step:,}")
+    if fitted.status == "interrupted":
+        say(f"stopped at step {fitted.step:,} of {program.steps:,}; the same command goes on from there")
+    return fitted
 
 
 def schedule(job: Job) -> "Schedule":

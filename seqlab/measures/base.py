@@ -1,6 +1,6 @@
 """What a measure is."""
 
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
@@ -25,5 +25,8 @@ class Measure(Protocol):
     Data are drawn from `key` alone, which is the same for every member and every architecture, so that comparisons
     are paired.
     """
+
+    task_type: ClassVar[type]
+    """The task whose batches it understands."""
 
     def __call__(self, model: SequenceModel, task: Task, key: PRNGKey) -> dict[str, Curve]: ...

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ class Recall:
                         with may hardly ask beyond the length trained at
     """
 
+    task_type: ClassVar[type] = MQAR
     batches: int = 8
     batch_size: int = 64
 

@@ -1,6 +1,7 @@
 """Does a model know who did what to whom?"""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ class RoleAccuracy:
     role_accuracy_by_voice    the share of right answers to active and to passive sentences
     """
 
+    task_type: ClassVar[type] = Roles
     batches: int = 8
     batch_size: int = 128
 

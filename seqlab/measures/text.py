@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ class BitsPerByte:
     window. A masked predictor without any sense of order has exactly the plain value.
     """
 
+    task_type: ClassVar[type] = Text
     batch_size: int = 64
     """Windows at a time; the result does not depend on it."""
 

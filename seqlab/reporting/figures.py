@@ -36,7 +36,13 @@ def measure_figures(runs: Mapping[str, Results]) -> dict[str, Figure]:
         measures = {run: results["measures"][name] for run, results in runs.items() if name in results["measures"]}
         first = runs[next(iter(measures))]
         axes = list(measures[next(iter(measures))]["axes"])
-        values = {run: m["values"] for run, m in measures.items() if list(m["axes"]) == axes}
+        values = {
+            run: m["values"]
+            for run, m in measures.items()
+            if list(m["axes"]) == axes and np.isfinite(np.asarray(m["values"], np.float64)).any()
+        }
+        if not values:  # every member diverged
+            continue
         references = _ceilings_of(name, first)
         label = name.replace("_", " ")
         if not axes:

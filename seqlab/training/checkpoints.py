@@ -30,11 +30,18 @@ class Checkpoints:
     def restore(self, like: TrainState) -> tuple[TrainState, float] | None:
         """The newest state, shaped `like` this one (which may be abstract), and the seconds trained until then; None
         where there is no checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is of another shape.
         """
         if self._orbax.latest is None:
             return None
         expected = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in jax.eval_shape(_named, like).items()}
         loaded = self._orbax.load(self._orbax.latest, {**expected, "train_seconds": np.float64(0)})
+        for name, wanted in expected.items():
+            if loaded[name].shape != wanted.shape:
+                shapes = f"{loaded[name].shape} in the checkpoint and {wanted.shape} in this run"
+                raise ValueError(f"{self._orbax.directory}: {name} is {shapes}; use overwrite=true to start anew")
         leaves = [
             jax.random.wrap_key_data(jnp.asarray(loaded[name])) if _is_key(leaf) else jnp.asarray(loaded[name])
             for name, leaf in _leaves(like)

@@ -1,6 +1,7 @@
 """The loop around the compiled program: advance a chunk, look, write, save. The host is touched once a chunk."""
 
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -79,6 +80,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        print("stopping with a checkpoint; once more stops at once", file=sys.stderr, flush=True)
         self.signal = number
         self.__exit__()
 
@@ -93,14 +95,10 @@ def fit(
     train_seconds: float = 0.0,
 ) -> Fitted:
     """Trains from where `states` stand to the end, the target, a request to stop, or the last member's divergence."""
-    step = int(states.step[0])
-    compile_start = time.perf_counter()
-    advance = Program.advance.lower(program, states, task, jnp.int32(1)).compile()
-    compile_seconds = time.perf_counter() - compile_start
-    start = time.perf_counter()
-    chunk_seconds, first_step = 0.0, step
-    saved = step if step else None
+    step = first_step = int(states.step[0])
+    saved = step or None
     alive = np.asarray(states.diverged_at) == ALIVE
+    chunk_seconds = 0.0
 
     def validate() -> Mapping[str, np.ndarray]:
         key = jax.random.key(VALIDATION_KEY)
@@ -112,11 +110,15 @@ def fit(
         values = scores[task.main_metric][alive]
         return bool(np.all(values >= schedule.target if task.higher_is_better else values <= schedule.target))
 
-    # A run that its target ended is over, also where a kill kept it from writing its results.
-    reached = schedule.target is not None and step > 0 and step % schedule.eval_every == 0 and past_target(validate())
-    interrupted = False
     with StopRequest() as stop:
-        while step < program.steps and alive.any() and not reached and not interrupted:
+        compile_start = time.perf_counter()
+        advance = Program.advance.lower(program, states, task, jnp.int32(1)).compile()
+        start = time.perf_counter()
+        # A run that its target ended is over, also where a kill kept it from writing its results.
+        reached = (
+            schedule.target is not None and step > 0 and step % schedule.eval_every == 0 and past_target(validate())
+        )
+        while step < program.steps and alive.any() and not reached and stop.signal is None:
             boundary = schedule.next_boundary(step, program.steps)
             chunk_start = time.perf_counter()
             states, metrics = advance(states, task, jnp.int32(boundary - step))
@@ -129,18 +131,18 @@ def fit(
                 scores = validate()
                 record(step, {f"valid/{name}": values for name, values in scores.items()})
                 reached = past_target(scores)
-            interrupted = stop.signal is not None and step < program.steps and alive.any() and not reached
             if step % schedule.checkpoint_every == 0:
                 saved = step
                 checkpoints.save(step, states, train_seconds + time.perf_counter() - start)
         if saved != step:
             checkpoints.save(step, states, train_seconds + time.perf_counter() - start)
+    interrupted = stop.signal is not None and step < program.steps and alive.any() and not reached
     tokens = (step - first_step) * program.batch_size * task.length * len(states.step)
     return Fitted(
         states=states,
         step=step,
         status="interrupted" if interrupted else "finished" if alive.any() else "diverged",
-        compile_seconds=compile_seconds,
+        compile_seconds=start - compile_start,
         train_seconds=train_seconds + time.perf_counter() - start,
         tokens_per_second=tokens / chunk_seconds if chunk_seconds else None,
         signal=stop.signal,
