@@ -28,6 +28,9 @@ REFUSED = {
     "foo": ("foo", ""),
     "model.build.mixer._target_=mine.Mixer": ("mine.Mixer", "No module named"),
     "model=gru,lstm": ("model=gru,lstm", "-m"),
+    "modle=lstm": ("modle", "did you mean model?"),
+    "ssm": ("ssm", "model=ssm"),
+    "measure=roles": ("measure=roles", "task=mqar"),
     "--config-dir=missing": ("missing", ""),
     "model.width=${model.depht}": ("model.depht", ""),
     # values of another kind

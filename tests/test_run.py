@@ -285,3 +285,24 @@ def test_the_mixer_of_the_readme_runs_as_a_user_would_write_it(tmp_path):
     done = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "model.bidirectional=both is unknown" in done.stderr
+
+
+def test_a_text_that_changed_since_is_refused(command, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    line = (
+        "model=gru model.width=8 model.depth=1 task=text task.path=text.txt task.length=8 population.seeds=1 "
+        "train.batch_size=2 train.eval_batches=1 train.chunk=1 train.checkpoint_every=1 train.steps=2"
+    )
+    first = command(line, tmp_path)
+    assert first.code == 0, first.lines
+    directory = run_directory(tmp_path)
+    metrics = read_results(directory)["members"][0]["metrics"]
+    assert next(iter(metrics)) == "bits_per_character"  # the main metric stands first, not the first of the alphabet
+    (directory / "results.json").unlink()  # as a kill before the end leaves it
+    before = on_disk(directory)
+    text.write_text("a quick brown fox jumps over the lazy dogs\n" * 40)
+    refused = command(line, tmp_path)
+    assert refused.code == 2
+    assert "other data" in refused.lines[-1] and "overwrite=true" in refused.lines[-1]
+    assert on_disk(directory) == before

@@ -5,7 +5,7 @@ Each is a relative size: zero means at most `ZERO` (a causal model's view of the
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ class Controls:
     - token_by_token: the step form against the parallel form, for a causal model that has one.
     """
 
+    task_type: ClassVar[type] = object
     sequences: int = 4
 
     def __call__(self, model: SequenceModel, task: Task, key: PRNGKey) -> dict[str, Curve]:
