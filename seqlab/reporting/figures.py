@@ -60,7 +60,8 @@ def labels(runs: Sequence[str]) -> list[str]:
     """What tells runs apart: of their names `task/model/key=value,key=value`, the words that they do not all share."""
     words = [re.split(r"/|,(?=[\w.]+=)", run) for run in runs]
     shared = set.intersection(*map(set, words)) if len(runs) > 1 else {w for own in words for w in own if "=" in w}
-    short = [" ".join(word for word in own if word not in shared) for own in words]
+    apart = [[word for word in own if word not in shared] for own in words]
+    short = [" ".join(word for word in own if word != "defaults" or len(own) == 1) for own in apart]
     return short if len(set(short)) == len(runs) and (all(short) or len(runs) == 1) else list(runs)
 
 

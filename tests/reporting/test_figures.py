@@ -31,6 +31,7 @@ def draw(figure):
             ["ssm/seed=1", "ssm/seed=1,train.steps=9"],
         ),  # else one has no name
         (["mqar/ssm/seed=1,train.steps=9"], ["mqar ssm"]),
+        (["ssm/defaults", "gru/seed=1"], ["ssm", "gru seed=1"]),
         (["ssm", "gru"], ["ssm", "gru"]),
         ([""], [""]),
     ],
