@@ -1,6 +1,7 @@
 """Strict JAX for all tests, and shapes checked: every function of seqlab runs through jaxtyping and beartype."""
 
 import contextlib
+import gc
 import io
 import os
 import shlex
@@ -40,6 +41,14 @@ def pytest_configure(config):
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_compiled_programs():
+    """Every loaded program holds memory maps, of which Linux gives a process 65,530: all modules together need more."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @dataclass(frozen=True)
