@@ -54,7 +54,10 @@ def run(job: Job) -> int:
         task, program = build(job)
         results = blank_results(job, task, program)
         prepare_directory(job, task)
-    return show(*train_and_measure(job, task, program, results))
+    try:
+        return show(*train_and_measure(job, task, program, results))
+    finally:
+        free_compiled_programs()
 
 
 def build(job: Job) -> tuple["Task", "Program"]:
@@ -234,6 +237,13 @@ def opening_line(job: Job, results: "Results") -> str:
         f"{job.name}: {results['device']}, {members} member{'s' * (members > 1)}, {size['parameters']:,} parameters "
         f"and {state} each -> {job.directory}"
     )
+
+
+def free_compiled_programs() -> None:
+    """A loaded program holds memory maps, of which Linux gives a process 65,530: some hundred jobs of a sweep."""
+    import jax
+
+    jax.clear_caches()
 
 
 def use_compilation_cache() -> None:
