@@ -190,6 +190,7 @@ def test_a_measure_is_taken_of_each_member(program, task, pair):
         batch = task.sample(key, 4, "test")
         return {"logits": Curve(model.predict(batch.inputs, batch.scored)[:, 0], (("row", (0, 1, 2, 3)),))}
 
+    measure.task_type = type(task)
     (curve,) = program.measure(measure, pair[0], task, jax.random.key(2)).values()
     assert curve.axes == (("row", (0, 1, 2, 3)),)
     batch = task.sample(jax.random.key(2), 4, "test")
