@@ -238,7 +238,7 @@ def environment(**more):
 
 
 def commits(directory):
-    """How much of its checkpoints Orbax has committed; unlike `rglob`, a walk does not mind what is renamed meanwhile."""
+    """How many commits Orbax has made; unlike `rglob`, a walk does not mind what is renamed meanwhile."""
     return sum("commit_success.txt" in files for _, _, files in os.walk(directory))
 
 
