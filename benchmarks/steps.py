@@ -3,7 +3,6 @@
 Every number is a ratio within one run: see `benchmarks/timing.py`. Run it from the root of a checkout.
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,10 +14,9 @@ import numpy as np
 import optax
 from flax import nnx
 from hydra import compose, initialize_config_dir
-from rich.console import Console
 
 from benchmarks.startup import second_start
-from benchmarks.timing import Comparison, Goal, as_markdown, as_table, machine, take_turns
+from benchmarks.timing import Comparison, Goal, main, take_turns
 from seqlab.commandline import CONFIG_PATH, Job
 from seqlab.mixers.ssm import LRU
 from seqlab.recurrence import linear_recurrence
@@ -121,7 +119,10 @@ def scans(rounds: int) -> list[Comparison]:
     mixers = {scan: nnx.split(LRU(width, state_size=states, scan=scan, rngs=nnx.Rngs(0))) for scan in SCANS}
 
     def recurrence(scan: str, decay: Any, drive: Any) -> Any:
-        return linear_recurrence(decay, drive, start, scan=scan)
+        def coefficients(drive: Any) -> Any:
+            return jax.tree.map(lambda part, d: jnp.broadcast_to(part, d.shape), decay, drive), drive
+
+        return linear_recurrence(coefficients, start, drive, scan=scan)[1]
 
     def mixer(scan: str, params: nnx.State, x: jax.Array) -> Any:
         return nnx.merge(mixers[scan][0], params)(x)
@@ -201,25 +202,5 @@ BENCHMARKS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description="Prints ratios of times.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(BENCHMARKS)}; none: all")
-    parser.add_argument("--rounds", type=int, default=9, help="how often each candidate is timed")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the results as Markdown too")
-    options = parser.parse_args()
-    unknown = [name for name in options.names if name not in BENCHMARKS]
-    if unknown:
-        parser.error(f"{unknown[0]} is unknown; use {', '.join(BENCHMARKS)}")
-    console = Console(markup=False, highlight=False)  # brackets are intervals, not markup
-    report = [f"# What a step costs\n\n{machine()}. Each number is a median [lowest, highest]; lower is better.\n"]
-    console.print(machine())
-    for name in options.names or BENCHMARKS:
-        for comparison in BENCHMARKS[name](options.rounds):
-            console.print(as_table(comparison))
-            report.append(as_markdown(comparison))
-    if options.write:
-        options.write.write_text("\n".join(report))
-
-
 if __name__ == "__main__":
-    main()
+    main("What a step costs", BENCHMARKS)

@@ -1,5 +1,6 @@
 """Ratios of times: candidates take turns within each round, so that what else the machine does falls on all alike."""
 
+import argparse
 import os
 import platform
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jaxtyping import Float
+from rich.console import Console
 from rich.table import Table
 
 
@@ -38,7 +40,7 @@ class Comparison:
         if self.goal is None:
             return ""
         met = np.median(self.ratio(self.goal.candidate)) < self.goal.ratio
-        return f"{self.goal.candidate} < {self.goal.ratio:g}: {'met' if met else 'MISSED'}"
+        return f"{self.goal.candidate} < {self.goal.ratio:.3g}: {'met' if met else 'MISSED'}"
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Candidate, its milliseconds, its ratio to the first: each as median [lowest, highest]."""
@@ -86,6 +88,27 @@ def as_markdown(comparison: Comparison) -> str:
     rows = "\n".join(f"| {' | '.join(row)} |" for row in comparison.rows())
     heading = f"**{comparison.question}**\n\n| candidate | milliseconds | ratio |\n|---|---|---|\n{rows}\n"
     return heading + (f"\nGoal: {comparison.verdict}.\n" if comparison.verdict else "")
+
+
+def main(title: str, benchmarks: Mapping[str, Callable[[int], list[Comparison]]]) -> None:
+    """The command line of a file of benchmarks, each of which compares in so many rounds."""
+    parser = argparse.ArgumentParser(description="Prints ratios of times.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(benchmarks)}; none: all")
+    parser.add_argument("--rounds", type=int, default=9, help="how often each candidate is timed")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the results as Markdown too")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in benchmarks]
+    if unknown:
+        parser.error(f"{unknown[0]} is unknown; use {', '.join(benchmarks)}")
+    console = Console(markup=False, highlight=False)  # brackets are intervals, not markup
+    report = [f"# {title}\n\n{machine()}. Each number is a median [lowest, highest]; lower is better.\n"]
+    console.print(machine())
+    for name in options.names or benchmarks:
+        for comparison in benchmarks[name](options.rounds):
+            console.print(as_table(comparison))
+            report.append(as_markdown(comparison))
+    if options.write:
+        options.write.write_text("\n".join(report))
 
 
 def _spread(values: Float[np.ndarray, " rounds"]) -> str:

@@ -26,10 +26,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-GROUPS = ("task", "model", "position", "norm", "optimizer", "train", "measure", "experiment")
+GROUPS = ("task", "model", "position", "norm", "mlp", "optimizer", "train", "measure", "experiment")
 NOT_PART_OF_THE_RUN = ("runs", "overwrite")
 """Keys that say where and whether, not what: they neither name a run nor bind its checkpoints."""
 
@@ -217,10 +217,40 @@ def _job(config: DictConfig, typed: str) -> Job:
     for key, value in changed.items():
         _check_kind(key, value, usual_values.get(key))
     differences = chosen | {key: value for key, value in changed.items() if key not in NOT_PART_OF_THE_RUN}
+    fill_pattern(config)
     directory = Path(config.runs) / choices["task"] / choices["model"] / _directory_name(differences)
     user_directory = get_args_parser().parse_args().config_dir
     words = ["python -m seqlab.run", f"--config-dir {shlex.quote(user_directory)}" if user_directory else "", typed]
     return Job(config, choices, directory, " ".join(filter(None, words)))
+
+
+def fill_pattern(config: DictConfig) -> None:
+    """Where there is a pattern of mixers: takes each from the model of its name, as if that were asked for alone.
+
+    Raises:
+        ValueError: a name is no model, or `model.parts` sets what a model does not have.
+    """
+    if "pattern" not in config:
+        return
+    names = config.pattern if isinstance(config.pattern, ListConfig) else [config.pattern]
+    models = GlobalHydra.instance().config_loader().get_group_options("model")
+    for name in [*names, *config.model.parts]:
+        if name not in models or name == "hybrid":
+            raise ValueError(f"pattern={_text(list(names))}: {name} is no model; {_nearest(str(name), models)}")
+    parts = {name: compose("config", [f"model={name}"]).model for name in dict.fromkeys(names)}
+    for name, changes in config.model.parts.items():
+        if name not in parts:
+            raise ValueError(f"model.parts.{name} is not in pattern={_text(list(names))}")
+        for key, _ in leaves(OmegaConf.to_container(changes)):
+            if OmegaConf.select(parts[name], key) is None:
+                words = [word for word, _ in leaves(OmegaConf.to_container(parts[name])) if "build" not in word]
+                raise ValueError(f"model.parts.{name}.{key} is unknown; {_nearest(key, words)}")
+        parts[name] = OmegaConf.merge(parts[name], changes)
+    with open_dict(config):
+        config.model.parts = parts
+        config.model.build.mixer = [f"${{model.parts.{name}.build.mixer}}" for name in names]
+        if config.model.depth is None:
+            config.model.depth = len(names)
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

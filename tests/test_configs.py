@@ -15,9 +15,9 @@ from seqlab.run import build, schedule
 
 CONF = Path(__file__).parents[1] / "conf"
 PLACES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.rglob("*.yaml"))
+ATTENTION = "model=transformer model.heads=2"
 NEEDS = {
-    "position/rope": "model=transformer",
-    "position/sinusoidal": "model=transformer",
+    **{f"position/{path.stem}": ATTENTION for path in (CONF / "position").glob("*.yaml") if path.stem != "none"},
     "task/text": "task.path=text.txt task.length=16",
     "measure/text": "task=text task.path=text.txt task.length=16",
     "measure/roles": "task=roles",

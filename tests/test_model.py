@@ -13,9 +13,9 @@ from seqlab.mixers.attention import Attention
 from seqlab.mixers.base import Mixer, Recurrence
 from seqlab.mixers.rnn import GRU, LSTM, Elman
 from seqlab.mixers.ssm import LRU
-from seqlab.model import SequenceModel, compute_in, drop
+from seqlab.model import MLP, SequenceModel, SwiGLU, compute_in, drop
 from seqlab.positions import NoPosition, RoPE, Sinusoidal
-from seqlab.types import Mask, Stream
+from seqlab.types import Places, Stream
 
 B, T, D, V, L = 2, 6, 8, 11, 3
 TOKENS = np.random.default_rng(0).integers(0, V, (B, T))
@@ -27,12 +27,12 @@ class Double(Mixer):
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.kernel = nnx.Param(2 * jax.random.normal(rngs.params(), (width, width)) / width**0.5)
 
-    def __call__(self, x: Stream, mask: Mask = None) -> Stream:
+    def __call__(self, x: Stream, places: Places | None = None) -> Stream:
         return x @ self.kernel[...]
 
 
 class Ones(Double):
-    def __call__(self, x: Stream, mask: Mask = None) -> Stream:
+    def __call__(self, x: Stream, places: Places | None = None) -> Stream:
         return jnp.ones_like(x)
 
 
@@ -54,9 +54,10 @@ def layer(x, norm, i=None):
 
 
 @pytest.mark.parametrize("norm", [nnx.RMSNorm, nnx.LayerNorm])
-@pytest.mark.parametrize("expansion", [0, 2])
-def test_it_is_its_equation(norm, expansion):
-    model = build(norm=norm, expansion=expansion, position=Sinusoidal())
+@pytest.mark.parametrize("mlp", [None, MLP, SwiGLU])
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_is_its_equation(norm, mlp, tied):
+    model = build(norm=norm, mlp=mlp and partial(mlp, expansion=2), tied=tied, position=Sinusoidal())
     keys = nnx.Rngs(1)
     for param in jax.tree.leaves(nnx.state(model), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
         param[...] += 0.1 * jax.random.normal(keys(), param.shape)  # away from ones and zeros
@@ -69,14 +70,18 @@ def test_it_is_its_equation(norm, expansion):
     wave = np.arange(T)[:, None] / 10_000 ** (2 * np.arange(D // 2) / D)
     x = numbers(model.embedding)[TOKENS] + np.stack([np.sin(wave), np.cos(wave)], -1).reshape(T, D)
     for i in range(L):
-        block = model.blocks
+        (block,) = model.blocks
         x = x + normed(x, block.norm_1, i) @ numbers(block.mixer.kernel)[i]
-        if expansion:
-            up, down = block.mlp.up, block.mlp.down
+        if mlp is MLP:
+            up, out = block.mlp.up, block.mlp.out
             z = normed(x, block.norm_2, i) @ numbers(up.kernel)[i] + numbers(up.bias)[i]
             gelu = z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
-            x = x + gelu @ numbers(down.kernel)[i] + numbers(down.bias)[i]
-    expected = normed(x, model.norm) @ numbers(model.unembed.kernel)
+            x = x + gelu @ numbers(out.kernel)[i] + numbers(out.bias)[i]
+        if mlp is SwiGLU:
+            gate, up = (normed(x, block.norm_2, i) @ numbers(p.kernel)[i] for p in (block.mlp.gate, block.mlp.up))
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ numbers(block.mlp.out.kernel)[i]
+    head = numbers(model.embedding).T / np.sqrt(D) if tied else numbers(model.head.kernel)
+    expected = normed(x, model.norm) @ head
     # three blocks of some 30 roundings of 2^-24 of numbers below 20
     np.testing.assert_allclose(model(jnp.asarray(TOKENS)), expected, atol=1e-4, rtol=0)
 
@@ -91,7 +96,7 @@ def test_predictions_are_the_logits_at_the_scored_positions():
 
 
 def test_layers_start_different():
-    matrices = np.asarray(build(mixer=GRU).blocks.mixer.recurrent["new"][...])
+    matrices = np.asarray(build(mixer=GRU).mixers[0].recurrent["new"][...])
     assert len({matrix.tobytes() for matrix in matrices}) == L
 
 
@@ -105,13 +110,13 @@ def test_dropout_keeps_the_mean_and_needs_a_key():
 
 
 def test_dropout_acts_in_every_layer_by_a_key_of_its_own():
-    model = build(dropout=0.5, expansion=1)
+    model = build(dropout=0.5, mlp=MLP)
     tokens = jnp.asarray(TOKENS)
     run = jax.jit(lambda key: model(tokens, None, key))
     first, again, other = (run(jax.random.key(seed)) for seed in (0, 0, 1))
     assert (first == again).all() and not np.allclose(first, other, atol=1e-2)
     assert (model(tokens) == model(tokens)).all()
-    assert (build(dropout=0.0, expansion=1)(tokens, None, jax.random.key(0)) == model(tokens)).all()
+    assert (build(dropout=0.0, mlp=MLP)(tokens, None, jax.random.key(0)) == model(tokens)).all()
 
 
 def test_each_layer_drops_for_itself():
@@ -137,7 +142,7 @@ BF16_ROWS = {
 @pytest.mark.parametrize("name", BF16_ROWS)
 def test_a_forward_pass_in_bfloat16_keeps_its_recurrence_in_float32(name):
     mixer, position = BF16_ROWS[name]
-    model = build(mixer=mixer, position=position, expansion=2)
+    model = build(mixer=mixer, position=position, mlp=MLP)
     graph, params = nnx.split(model)
     low = compute_in(jnp.dtype(jnp.bfloat16), params)
     for param in jax.tree.leaves(low, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
@@ -171,3 +176,78 @@ def test_an_unknown_direction_is_named():
 def test_an_encoder_is_not_made_bidirectional():
     with pytest.raises(ValueError, match=r"leave model\.bidirectional=false"):
         build(mixer=partial(Attention, heads=2, causal=False), bidirectional=True)
+
+
+def test_a_pattern_of_mixers_repeats_along_the_depth():
+    model = SequenceModel(V, width=D, depth=4, mixer=[Double, Ones], rngs=nnx.Rngs(0))
+    assert [type(mixer) for mixer in model.mixers] == [Double, Ones] and model.repeats == 2
+    x = numbers(model.embedding)[TOKENS]
+    double, _ = model.blocks
+    for i in range(2):
+        x = x + rms(x, numbers(double.norm_1.scale)[i]) @ numbers(double.mixer.kernel)[i]
+        x = x + 1
+    expected = rms(x, 1) @ numbers(model.head.kernel)
+    # four blocks of some 30 roundings of 2^-24 of numbers below 20
+    np.testing.assert_allclose(model(jnp.asarray(TOKENS)), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("depth", "pattern"), [(3, [GRU, Double]), (2, []), (1, [GRU, GRU])])
+def test_a_pattern_divides_the_depth(depth, pattern):
+    with pytest.raises(ValueError, match=rf"^model\.depth={depth} is no multiple of the {len(pattern)} mixers"):
+        SequenceModel(V, width=D, depth=depth, mixer=pattern, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("mlp", [None, MLP])
+def test_residual_scaling_divides_the_last_projection_by_the_root_of_the_branches(mlp, bidirectional):
+    plain, scaled = (
+        build(mixer=GRU, mlp=mlp, bidirectional=bidirectional, residual_scaling=flag) for flag in (False, True)
+    )
+    branches = L * (2 if mlp else 1)
+    changed = set()
+    for (path, before), (_, after) in zip(
+        nnx.to_flat_state(nnx.state(plain)), nnx.to_flat_state(nnx.state(scaled)), strict=True
+    ):
+        if (np.asarray(before[...]) != np.asarray(after[...])).any():
+            changed.add(path[2:])
+            np.testing.assert_allclose(after[...], before[...] / np.sqrt(branches), rtol=1e-6)  # one product
+    mixers = {("forward",), ("backward",)} if bidirectional else {()}
+    assert changed == {("mixer", *m, "out", "kernel") for m in mixers} | ({("mlp", "out", "kernel")} if mlp else set())
+
+
+def test_a_mixer_without_a_projection_is_not_scaled():
+    with pytest.raises(
+        ValueError, match=r"^Double has no projection `out` to scale; use model\.residual_scaling=false"
+    ):
+        build(residual_scaling=True)
+
+
+def test_an_mlp_without_units_is_none():
+    with pytest.raises(ValueError, match=r"^mlp\.expansion=0\.01 leaves an MLP without units"):
+        build(mlp=partial(MLP, expansion=0.01))
+
+
+def test_a_prefix_all_at_once_and_the_rest_step_by_step():
+    model = build(mixer=[GRU], convolution=3, position=Sinusoidal())
+    logits = np.asarray(model(jnp.asarray(TOKENS)))
+    for split in range(T + 1):
+        state, x = model.prefill(model.init_state(B, T), jnp.asarray(TOKENS[:, :split]))
+        together = [*np.asarray(model.unembed(x)).swapaxes(0, 1)]
+        for t in range(split, T):
+            state, y = model.step(state, jnp.asarray(TOKENS[:, t]))
+            together.append(np.asarray(y))
+        # the same sums of 8 products in matrices of another shape, through three blocks
+        np.testing.assert_allclose(np.stack(together, 1), logits, atol=1e-5, rtol=0)
+        assert state["position"].tolist() == [T, T]
+
+
+def test_the_state_after_a_packed_row_is_that_of_its_last_sequence():
+    model = build(mixer=GRU, position=Sinusoidal())
+    segments = jnp.array([[1, 1, 0, 2, 2, 0], [0, 4, 4, 4, 0, 4]])
+    state, _ = model.prefill(model.init_state(B, T), jnp.asarray(TOKENS), segments)
+    for row, places in enumerate(([3, 4], [1, 2, 3, 5])):
+        alone, _ = model.prefill(model.init_state(1, T), jnp.asarray(TOKENS[row : row + 1, places]))
+        for leaf, expected in zip(jax.tree.leaves(state["layers"]), jax.tree.leaves(alone["layers"]), strict=True):
+            # the same sums of 8 products in matrices of another shape, through three blocks
+            np.testing.assert_allclose(leaf[:, row], expected[:, 0], atol=1e-5, rtol=0)
+        assert state["position"][row] == len(places) == alone["position"][0]

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from seqlab.model import SequenceModel
 from seqlab.tasks.base import Task
-from seqlab.types import Curve, Mask, PRNGKey
+from seqlab.types import Curve, PRNGKey, Segments
 
 
 @runtime_checkable
@@ -14,7 +14,7 @@ class Predictor(Protocol):
     """All that a measure of answers asks of a model: its logits at the scored positions."""
 
     def predict(
-        self, tokens: Int[Array, "B T"], scored: Int[Array, "B Q"], mask: Mask = None
+        self, tokens: Int[Array, "B T"], scored: Int[Array, "B Q"], segments: Segments = None
     ) -> Float[Array, "B Q V"]: ...
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from seqlab.measures.cost import state_bytes
 from seqlab.model import SequenceModel
 from seqlab.tasks.base import Task
-from seqlab.types import Curve, PRNGKey, Stream
+from seqlab.types import Curve, Places, PRNGKey, Stream
 
 ZERO, NONZERO = 1e-5, 1e-3
 Expected = Literal["zero", "nonzero"]
@@ -26,8 +26,9 @@ class Controls:
 
     - future: the gradient of y_t with respect to x_s for s > t, t in the middle;
     - order: f(permuted x) against permuted f(x);
-    - shift: outputs after padding put before the sequence, which shifts every position by half its length;
-    - padding: outputs after padding put behind the sequence;
+    - shift: outputs with all positions shifted by half the length;
+    - padding: outputs with padding around the sequence;
+    - packing: outputs with another sequence before it in the same row;
     - token_by_token: the step form against the parallel form, for a causal model that has one.
     """
 
@@ -40,20 +41,15 @@ class Controls:
         length = tokens.shape[1]
         x = model.embed(tokens)
         y = model.hidden(x)
-        pad = length // 2
-
-        def padded(before: int, after: int) -> Stream:
-            """The outputs at the real positions, with `pad` positions of padding."""
-            width = ((0, 0), (before, after))
-            mask = jnp.pad(jnp.ones(tokens.shape, bool), width)
-            return model.hidden(jnp.pad(x, (*width, (0, 0))), mask)[:, before : before + length]
-
+        half = length // 2
+        padded, packed = in_company(model, x, half)
         order = jax.random.permutation(order_key, length)
         values = {
             "future": future(model, x, probe_key),
             "order": distance(model.hidden(x[:, order]), y[:, order]),
-            "shift": distance(padded(pad, 0), y),
-            "padding": distance(padded(0, pad), y),
+            "shift": distance(model.hidden(x, Places(jnp.arange(length)[None] + half)), y),
+            "padding": distance(padded, y),
+            "packing": distance(packed, y),
         }
         if state_bytes(model, 1) is not None:
             start = model.init_state(self.sequences, length)
@@ -73,6 +69,7 @@ def expected(model: SequenceModel) -> dict[str, Expected]:
         "order": nonzero_if(model.sees_order),
         "shift": nonzero_if(model.position.absolute),
         "padding": "zero",
+        "packing": "zero",
     }
     if state_bytes(model, 1) is not None:
         outcomes["token_by_token"] = "zero"
@@ -92,6 +89,18 @@ def future(model: SequenceModel, x: Stream, key: PRNGKey) -> Float[Array, ""]:
     probe = jax.random.normal(key, x[:, middle].shape)
     gradient = jax.grad(lambda x: (model.hidden(x)[:, middle] * probe).sum())(x)
     return jnp.linalg.norm(gradient[:, middle + 1 :]) / jnp.linalg.norm(gradient)
+
+
+def in_company(model: SequenceModel, x: Stream, others: int) -> tuple[Stream, Stream]:
+    """The outputs of x with `others` places of padding around it, and with a sequence of that length before it."""
+    length, before = x.shape[1], others // 2
+    padding = ((0, 0), (before, others - before), (0, 0))
+    rows = jnp.concatenate([jnp.pad(x, padding), jnp.concatenate([x[:, ::-1][:, :others], x], axis=1)])
+    alone = jnp.pad(jnp.ones(length, jnp.int32), padding[1])
+    second = jnp.where(jnp.arange(others + length) < others, 1, 2)
+    segments = jnp.stack([alone, second])
+    y = model.hidden(rows, Places.of(jnp.repeat(segments, len(x), axis=0)))
+    return y[: len(x), before : before + length], y[len(x) :, others:]
 
 
 def distance(y: Array, reference: Array) -> Float[Array, ""]:

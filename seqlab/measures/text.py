@@ -32,7 +32,7 @@ class BitsPerByte:
 
         def score(first: Int[Array, ""], shuffled: Bool[Array, ""]):
             batch = task.window("test", first + jnp.arange(self.batch_size), key, shuffled)
-            loss, _ = task.loss(model.predict(batch.inputs, batch.scored, batch.mask), batch)
+            loss, _ = task.loss(model.predict(batch.inputs, batch.scored, batch.segments), batch)
             scored = batch.weights.astype(jnp.int32)
             bits = loss * batch.weights.sum() / math.log(2)
             return bits, scored.sum(), (scored * task_bytes[batch.targets]).sum()

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
-from seqlab.recurrence import unroll
-from seqlab.types import Mask, State, Stream
+from seqlab.recurrence import Marks, unroll
+from seqlab.types import Places, State, Stream
 
 
 class Recurrence(nnx.Param):
@@ -20,33 +20,72 @@ class Recurrence(nnx.Param):
 
 
 class Mixer(nnx.Module):
-    """Built as `Mixer(width, ..., rngs=rngs)`; maps a stream to a stream of the same shape."""
+    """Built as `Mixer(width, ..., rngs=rngs)`; maps a stream to a stream of the same shape.
+
+    `places` says where the tokens stand, None that each row is one sequence. Padding stands behind the tokens of its
+    row (`SequenceModel` brings it there) and changes none of their outputs; sequences in one row do not see each other.
+    """
 
     causal: bool = True
     """Whether position t sees positions s <= t only."""
     sees_order: bool = True
     """Whether a permutation of the inputs does more than permute the outputs."""
     attends: bool = False
-    """Whether there are queries and keys for a position scheme to turn."""
+    """Whether there are queries and keys for a position scheme to act on."""
 
     @abstractmethod
-    def __call__(self, x: Stream, mask: Mask = None) -> Stream:
-        """Mixes a whole sequence. Positions where `mask` is False are padding: they change no other position."""
+    def __call__(self, x: Stream, places: Places | None = None) -> Stream:
+        """Mixes whole sequences."""
 
     def init_state(self, batch: int, max_length: int) -> State:
-        """The state before the first token, for `step`."""
+        """The state before the first token, good for `max_length` tokens."""
+        raise NotImplementedError(f"{type(self).__name__} has no token-by-token form")
+
+    def prefill(self, state: State, x: Stream, places: Places | None = None) -> tuple[State, Stream]:
+        """Many tokens at once: the state after the last one, and the outputs of them all.
+
+        The first sequence of a row goes on from `state`; its positions do so as well.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no token-by-token form")
 
     def step(self, state: State, x_t: Float[Array, "B D"]) -> tuple[State, Float[Array, "B D"]]:
-        """One token: what `__call__` gives at the next position."""
-        raise NotImplementedError(f"{type(self).__name__} has no token-by-token form")
+        """One token."""
+        state, y = self.prefill(state, x_t[:, None])
+        return state, y[:, 0]
+
+    def scale_output(self, factor: float) -> None:
+        """Multiplies what a new mixer puts out, by way of its last projection."""
+        out = getattr(self, "out", None)
+        if not isinstance(out, nnx.Linear):
+            raise ValueError(
+                f"{type(self).__name__} has no projection `out` to scale; use model.residual_scaling=false"
+            )
+        out.kernel[...] = out.kernel[...] * factor
 
 
 class Recurrent(Mixer):
-    """A state that is driven by each token and read at each token: written once for a sequence and for one token."""
+    """A mixer whose whole memory is a state of fixed size, run over a time-major sequence.
+
+    Time-major so that each step of the recurrence reads and writes one contiguous block.
+    """
 
     @abstractmethod
-    def drive(self, x: Float[Array, "... D"]) -> Any:
+    def run(self, state: State, x: Float[Array, "T B D"], marks: Marks | None) -> tuple[State, Float[Array, "T B D"]]:
+        """The state after the last token, and the outputs."""
+
+    def __call__(self, x: Stream, places: Places | None = None) -> Stream:
+        return self.prefill(self.init_state(*x.shape[:2]), x, places)[1]
+
+    def prefill(self, state: State, x: Stream, places: Places | None = None) -> tuple[State, Stream]:
+        state, y = self.run(state, x.swapaxes(0, 1), Marks.of(None if places is None else places.segments))
+        return state, y.swapaxes(0, 1)
+
+
+class Cell(Recurrent):
+    """A state that is driven by each token, advances step by step and is read at each token."""
+
+    @abstractmethod
+    def drive(self, x: Float[Array, "T B D"]) -> Any:
         """What the tokens feed into the state."""
 
     @abstractmethod
@@ -54,21 +93,21 @@ class Recurrent(Mixer):
         """h_t from h_{t-1}."""
 
     @abstractmethod
-    def read(self, state: State, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """The output from the state and the token."""
+    def read(self, states: State, x: Float[Array, "T B D"]) -> Float[Array, "T B D"]:
+        """The outputs from the states and the tokens."""
 
-    def states(self, drive: Any, start: State, mask: Bool[Array, "T B"] | None) -> State:
-        return unroll(self.advance, start, drive, mask)
+    def run(self, state: State, x: Float[Array, "T B D"], marks: Marks | None) -> tuple[State, Float[Array, "T B D"]]:
+        state, states = unroll(self.advance, state, self.drive(x), marks)
+        return state, self.read(states, x)
 
-    def __call__(self, x: Stream, mask: Mask = None) -> Stream:
-        x = x.swapaxes(0, 1)  # time-major, so that each step of the recurrence reads one contiguous block
-        start = self.init_state(x.shape[1], x.shape[0])
-        states = self.states(self.drive(x), start, None if mask is None else mask.T)
-        return self.read(states, x).swapaxes(0, 1)
 
-    def step(self, state: State, x_t: Float[Array, "B D"]) -> tuple[State, Float[Array, "B D"]]:
-        state = self.advance(state, self.drive(x_t))
-        return state, self.read(state, x_t)
+def turned(length: int, places: Places | None) -> Int[Array, "#B T"]:
+    """The order that reverses the tokens of each row and leaves its padding behind them."""
+    index = jnp.arange(length)[None]
+    if places is None or places.segments is None:
+        return index[:, ::-1]
+    tokens = (places.segments > 0).sum(axis=1, keepdims=True)
+    return jnp.where(index < tokens, tokens - 1 - index, index)
 
 
 class Bidirectional(Mixer):
@@ -91,10 +130,18 @@ class Bidirectional(Mixer):
         self.attends = self.forward.attends
         self.join = nnx.Linear(2 * width, width, rngs=rngs) if merge == "concat" else None
 
-    def __call__(self, x: Stream, mask: Mask = None) -> Stream:
-        flipped = None if mask is None else jnp.flip(mask, axis=1)
-        forward = self.forward(x, mask)
-        backward = jnp.flip(self.backward(jnp.flip(x, axis=1), flipped), axis=1)
+    def __call__(self, x: Stream, places: Places | None = None) -> Stream:
+        forward = self.forward(x, places)
+        order = turned(x.shape[1], places)
+        there = None
+        if places is not None and places.segments is not None:
+            there = Places.of(jnp.take_along_axis(places.segments, order, axis=1))
+        backward = self.backward(jnp.take_along_axis(x, order[..., None], axis=1), there)
+        backward = jnp.take_along_axis(backward, order[..., None], axis=1)
         if self.join is None:
             return forward + backward
         return self.join(jnp.concatenate([forward, backward], axis=-1))
+
+    def scale_output(self, factor: float) -> None:
+        for branch in (self.forward, self.backward):
+            branch.scale_output(factor)

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from seqlab.mixers.base import Recurrence, Recurrent
+from seqlab.mixers.base import Cell, Recurrence
 from seqlab.types import State
 
 Gates = dict[str, Float[Array, "... N"]]
 orthogonal = nnx.initializers.orthogonal()
 
 
-class GatedCell(Recurrent):
+class GatedCell(Cell):
     """The parts that the three networks share: one input projection and one recurrent matrix a gate, and a read-out."""
 
     gates: tuple[str, ...]
@@ -28,7 +28,7 @@ class GatedCell(Recurrent):
         self.recurrent = nnx.data({gate: Recurrence(orthogonal(rngs.params(), (size, size))) for gate in self.gates})
         self.out = nnx.Linear(size, width, rngs=rngs)
 
-    def drive(self, x: Float[Array, "... D"]) -> Gates:
+    def drive(self, x: Float[Array, "T B D"]) -> Gates:
         return {gate: linear(x).astype(jnp.float32) for gate, linear in self.inputs.items()}
 
     def recur(self, h: Float[Array, "B N"], gate: str) -> Float[Array, "B N"]:
@@ -37,8 +37,8 @@ class GatedCell(Recurrent):
     def init_state(self, batch: int, max_length: int) -> State:
         return jnp.zeros((batch, self.state_size), jnp.float32)
 
-    def read(self, state: State, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return self.out(state.astype(x.dtype))
+    def read(self, states: State, x: Float[Array, "T B D"]) -> Float[Array, "T B D"]:
+        return self.out(states.astype(x.dtype))
 
 
 class Elman(GatedCell):
@@ -90,5 +90,5 @@ class LSTM(GatedCell):
         cell = gate["forget"] * state["cell"] + gate["input"] * new
         return {"hidden": gate["output"] * jnp.tanh(cell), "cell": cell}
 
-    def read(self, state: State, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return super().read(state["hidden"], x)
+    def read(self, states: State, x: Float[Array, "T B D"]) -> Float[Array, "T B D"]:
+        return super().read(states["hidden"], x)

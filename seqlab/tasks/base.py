@@ -15,13 +15,25 @@ class Vocabulary:
     """Token ids and the words they stand for."""
 
     words: tuple[str, ...]
+    separator: str = " "
+    """What stands between words; nothing where they are characters."""
 
     @property
     def size(self) -> int:
         return len(self.words)
 
-    def decode(self, ids, separator: str = " ") -> str:
-        return separator.join(self.words[i] for i in ids)
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError where a word is unknown."""
+        number = {word: i for i, word in enumerate(self.words)}
+        words = text.split(self.separator) if self.separator else list(text)
+        for word in words:
+            if word not in number:
+                known = self.words if self.size <= 40 else (*self.words[:20], "...", *self.words[-3:])
+                raise ValueError(f"{word!r} is not in the vocabulary: {self.separator.join(known)}")
+        return [number[word] for word in words]
+
+    def decode(self, ids) -> str:
+        return self.separator.join(self.words[i] for i in ids)
 
 
 @runtime_checkable

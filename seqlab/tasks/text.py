@@ -282,7 +282,7 @@ def read_text(
     valid, test = (round(len(codes) * (1 - share)) for share in (held_out, held_out / 2))
     return Text(
         jnp.asarray(ids[codes]),
-        Vocabulary((*words, MASK)),
+        Vocabulary((*words, MASK), separator=""),
         bounds=(0, valid, test, len(codes)),
         source=source,
         length=length,

@@ -106,7 +106,7 @@ class Program:
     def score(self, params: nnx.State, task: Task, batch: Batch, key: PRNGKey | None) -> tuple[Array, Metrics]:
         """The task's loss and metrics for one member; `key` turns dropout on."""
         model = self.model(params, self.compute_dtype)
-        return task.loss(model.predict(batch.inputs, batch.scored, batch.mask, key), batch)
+        return task.loss(model.predict(batch.inputs, batch.scored, batch.segments, key), batch)
 
     def train_step(self, state: TrainState, task: Task) -> tuple[TrainState, Metrics]:
         """One step of one member. A step that is not finite changes nothing but the member's mark."""

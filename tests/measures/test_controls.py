@@ -18,16 +18,23 @@ from seqlab.tasks.mqar import MQAR
 TASK = MQAR(length=8, pairs=2, vocab_size=17)
 
 
+def average(x, places, ahead=False):
+    """The mean of the tokens of each one's sequence up to it, or all of them."""
+    seen = jnp.ones((1, x.shape[1], x.shape[1])) if ahead else jnp.tril(jnp.ones((1, x.shape[1], x.shape[1])))
+    if places is not None and places.segments is not None:
+        query, key = places.segments[:, :, None], places.segments[:, None, :]
+        seen = seen * ((query == key) & (key > 0)).astype(x.dtype)
+    return seen @ x / jnp.maximum(seen.sum(-1, keepdims=True), 1.0)
+
+
 class RunningMean(Mixer):
     """The mean of a projection of what came up to now."""
 
     def __init__(self, width, *, rngs):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (width, width)))
 
-    def __call__(self, x, mask=None):
-        real = jnp.ones(x.shape[:2]) if mask is None else mask.astype(x.dtype)
-        total = jnp.cumsum((x @ self.kernel[...]) * real[..., None], axis=1)
-        return total / jnp.maximum(jnp.cumsum(real, axis=1), 1.0)[..., None]
+    def __call__(self, x, places=None):
+        return average(x @ self.kernel[...], places)
 
     def init_state(self, batch, max_length):
         return jnp.zeros((batch, self.kernel.shape[-1])), jnp.zeros((batch, 1))
@@ -38,9 +45,9 @@ class RunningMean(Mixer):
 
 
 class SeesTheFuture(RunningMean):
-    def __call__(self, x, mask=None):
-        y = super().__call__(x, mask)
-        return y + 1e-6 * y[:, -1:]
+    def __call__(self, x, places=None):
+        y = super().__call__(x, places)
+        return y + 1e-6 * average(y, places, ahead=True)
 
 
 class ClaimsToSeeTheFuture(RunningMean):
@@ -48,25 +55,26 @@ class ClaimsToSeeTheFuture(RunningMean):
 
 
 class KnowsAbsolutePositions(RunningMean):
-    def __call__(self, x, mask=None):
-        return super().__call__(x, mask) * jnp.arange(1, x.shape[1] + 1, dtype=x.dtype)[None, :, None]
+    def __call__(self, x, places=None):
+        return super().__call__(x, places) * (places.positions[..., None] + 1).astype(x.dtype)
 
     def step(self, state, x_t):
         state, y = super().step(state, x_t)
         return state, y * state[1]
 
 
-class ReadsPadding(RunningMean):
+class CountsTheRow(KnowsAbsolutePositions):
+    """By where a token stands in its row, not in its sequence."""
+
+    def __call__(self, x, places=None):
+        return average(x @ self.kernel[...], places) * jnp.arange(1, x.shape[1] + 1, dtype=x.dtype)[None, :, None]
+
+
+class SeesOtherSequences(RunningMean):
     """What stands behind the sequence is invisible to a causal model all the same."""
 
-    def __call__(self, x, mask=None):
+    def __call__(self, x, places=None):
         return super().__call__(x)
-
-
-class StepsOtherwise(RunningMean):
-    def step(self, state, x_t):
-        state, y = super().step(state, x_t)
-        return state, 1.01 * y
 
 
 class BothMeans(RunningMean):
@@ -74,9 +82,8 @@ class BothMeans(RunningMean):
 
     causal = False
 
-    def __call__(self, x, mask=None):
-        y = super().__call__(x, mask)
-        return y + y[:, -1:]
+    def __call__(self, x, places=None):
+        return super().__call__(x, places) + average(x @ self.kernel[...], places, ahead=True)
 
     def init_state(self, batch, max_length):
         raise NotImplementedError
@@ -87,13 +94,19 @@ class SeesOrderInSecret(BothMeans):
 
 
 class ClaimsToSeeOrder(BothMeans):
-    def __call__(self, x, mask=None):
-        return jnp.broadcast_to(RunningMean.__call__(self, x, mask)[:, -1:], x.shape)
+    def __call__(self, x, places=None):
+        return average(x @ self.kernel[...], places, ahead=True)
 
 
-class ReadsPaddingBehind(BothMeans):
-    def __call__(self, x, mask=None):
+class ReadsPadding(BothMeans):
+    def __call__(self, x, places=None):
         return super().__call__(x)
+
+
+class StepsOtherwise(RunningMean):
+    def step(self, state, x_t):
+        state, y = super().step(state, x_t)
+        return state, 1.01 * y
 
 
 def controls(mixer, position: Position = NoPosition(), **settings):
@@ -133,8 +146,9 @@ def test_models_that_are_what_they_claim_hold_every_control(mixer, position, bid
         (ClaimsToSeeOrder, {"order"}),
         (SeesOrderInSecret, {"order"}),
         (KnowsAbsolutePositions, {"shift"}),
-        (ReadsPadding, {"shift"}),
-        (ReadsPaddingBehind, {"shift", "padding"}),
+        (CountsTheRow, {"packing"}),
+        (SeesOtherSequences, {"packing"}),
+        (ReadsPadding, {"padding", "packing"}),
         (StepsOtherwise, {"token_by_token"}),
     ],
 )

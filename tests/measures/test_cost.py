@@ -11,7 +11,7 @@ from seqlab.measures.cost import count_flops, flops_per_token, parameters, state
 from seqlab.mixers.attention import Attention
 from seqlab.mixers.rnn import GRU, LSTM, Elman
 from seqlab.mixers.ssm import LRU
-from seqlab.model import SequenceModel
+from seqlab.model import MLP, SequenceModel
 
 V, D, N, L = 13, 8, 6, 3
 
@@ -87,7 +87,8 @@ def norm(width):
 def test_a_transformer_costs_its_matrices_and_its_scores(depth, expansion, scored):
     length, width, vocab, heads = 64, 32, 50, 4
     mixer = partial(Attention, heads=heads)
-    model = build(mixer, width=width, depth=depth, vocab_size=vocab, expansion=expansion)
+    mlp = partial(MLP, expansion=expansion) if expansion else None
+    model = build(mixer, width=width, depth=depth, vocab_size=vocab, mlp=mlp)
     projections = 2 * length * (4 + 2 * expansion) * width**2
     scores = 2 * 2 * length**2 * width  # q k and a v, the future included
     products = depth * (projections + scores) + 2 * scored * width * vocab

@@ -19,7 +19,7 @@ class Reader:
     def __init__(self, vocab_size, reach):
         self.vocab_size, self.reach = vocab_size, reach
 
-    def predict(self, tokens, scored, mask=None, key=None):
+    def predict(self, tokens, scored, segments=None, key=None):
         asked = jnp.take_along_axis(tokens, scored, axis=1)
         gap = scored[:, :, None] - (jnp.arange(tokens.shape[1])[None, None] + 1)
         match = (tokens[:, None, :] == asked[:, :, None]) & (gap > 0) & (gap <= self.reach)
@@ -31,7 +31,7 @@ class Reader:
 class FirstValue:
     """Answers everything with the first value: right once a row, and where values coincide."""
 
-    def predict(self, tokens, scored, mask=None, key=None):
+    def predict(self, tokens, scored, segments=None, key=None):
         return jax.nn.one_hot(jnp.broadcast_to(tokens[:, 1:2], scored.shape), 129)
 
 

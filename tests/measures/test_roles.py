@@ -19,7 +19,7 @@ def is_one_of(tokens, words):
 class OrderBlind:
     """Any function of the sorted words: here the noun whose id comes first."""
 
-    def predict(self, tokens, scored, mask=None, key=None):
+    def predict(self, tokens, scored, segments=None, key=None):
         tokens = jnp.sort(tokens, axis=1)
         first = jnp.argmax(is_one_of(tokens, TASK.nouns), axis=1)
         noun = jnp.take_along_axis(tokens, first[:, None], axis=1)
@@ -32,7 +32,7 @@ class Grammarian:
     def __init__(self, knows_passive):
         self.knows_passive = knows_passive
 
-    def predict(self, tokens, scored, mask=None, key=None):
+    def predict(self, tokens, scored, segments=None, key=None):
         nouns = is_one_of(tokens, TASK.nouns)
         first, second = jnp.argmax(nouns, axis=1), tokens.shape[1] - 1 - jnp.argmax(nouns[:, ::-1], axis=1)
         passive = is_one_of(tokens, ["was"]).any(1) & self.knows_passive

@@ -29,7 +29,7 @@ class Unigram:
 
     probabilities: np.ndarray
 
-    def predict(self, tokens, scored, mask=None):
+    def predict(self, tokens, scored, segments=None):
         logits = jnp.log(jnp.asarray(self.probabilities, jnp.float32))
         return jnp.broadcast_to(logits, (*scored.shape, len(logits)))
 
@@ -41,7 +41,7 @@ class Cycle:
     period: int
     ahead: int
 
-    def predict(self, tokens, scored, mask=None):
+    def predict(self, tokens, scored, segments=None):
         known = jnp.argmax(tokens < self.period, axis=1, keepdims=True)
         answer = jnp.take_along_axis(tokens, known, axis=1) - known + scored + self.ahead
         return 200.0 * jax.nn.one_hot(answer % self.period, self.period + 1)
@@ -53,7 +53,7 @@ class Bag:
 
     size: int
 
-    def predict(self, tokens, scored, mask=None):
+    def predict(self, tokens, scored, segments=None):
         counts = jax.nn.one_hot(tokens, self.size).sum(axis=1)
         return jnp.broadcast_to(jnp.log(counts + 1)[:, None], (*scored.shape, self.size))
 
@@ -65,7 +65,7 @@ class Previous:
     size: int
     back: int
 
-    def predict(self, tokens, scored, mask=None):
+    def predict(self, tokens, scored, segments=None):
         seen = jnp.take_along_axis(tokens, jnp.maximum(scored - self.back, 0), axis=1)
         return jax.nn.one_hot(seen, self.size)
 

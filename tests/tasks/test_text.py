@@ -89,7 +89,7 @@ def test_sampled_masks_are_exactly_as_many_as_the_rate_says(tmp_path, rate, mask
 
 
 def words_of(task, tokens):
-    return re.findall(r"\S*\s*", task.vocab.decode(tokens, ""))
+    return re.findall(r"\S*\s*", task.vocab.decode(tokens))
 
 
 def test_shuffling_the_older_context_keeps_words_whole_and_targets_untouched(tmp_path):
@@ -126,7 +126,7 @@ def test_words_come_in_every_order_equally_often(tmp_path):
     # The test split begins with the phrase, and window 1 with the split: the phrase is its older half.
     task = text_of(tmp_path, "xx a b c yy " * 400, length=24, objective="next")
     shuffle = jax.jit(jax.vmap(lambda key: task.window("test", jnp.array([1]), key, True).inputs[0, :12]))
-    orders = Counter(task.vocab.decode(row, "") for row in np.asarray(shuffle(jax.random.split(KEY, 600))))
+    orders = Counter(task.vocab.decode(row) for row in np.asarray(shuffle(jax.random.split(KEY, 600))))
     assert set(orders) == {f"xx {' '.join(order)} yy " for order in permutations("abc")}
     # Each is binomial (600, 1/6): 100 +- 9.1; 5 sigma.
     assert all(abs(count - 100) < 46 for count in orders.values())
@@ -137,7 +137,7 @@ def test_the_alphabet_is_that_of_the_whole_text_and_every_character_survives(tmp
     task = text_of(tmp_path, content, length=8)
     assert task.vocab.words == (*sorted(set(content)), "<mask>")
     assert task.tokens.dtype == jnp.uint8
-    assert task.vocab.decode(np.asarray(task.tokens), "") == content
+    assert task.vocab.decode(np.asarray(task.tokens)) == content
     assert int(task.utf8_bytes[task.tokens].sum()) == len(content.encode())
 
 
@@ -212,7 +212,7 @@ def test_a_shorter_length_must_fit_as_well(tmp_path):
 
 def test_the_bible_is_all_there():
     task = read_text(corpus="asv")
-    text = task.vocab.decode(np.asarray(task.tokens), "")
+    text = task.vocab.decode(np.asarray(task.tokens))
     assert text.startswith("In the beginning God created the heavens and the earth.\nAnd the earth was waste and void;")
     assert text.endswith("The grace of the Lord Jesus be with the saints. Amen.")
     assert len(text) > 4_000_000
@@ -221,5 +221,5 @@ def test_the_bible_is_all_there():
 
 def test_the_python_docs_load():
     task = read_text(corpus="python_docs")
-    text = task.vocab.decode(np.asarray(task.tokens), "")
+    text = task.vocab.decode(np.asarray(task.tokens))
     assert len(text) > 300_000 and "assert" in text[:100]

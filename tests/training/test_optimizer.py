@@ -13,7 +13,7 @@ from seqlab.mixers.attention import Attention
 from seqlab.mixers.base import Recurrence
 from seqlab.mixers.rnn import GRU, LSTM
 from seqlab.mixers.ssm import LRU
-from seqlab.model import SequenceModel
+from seqlab.model import MLP, SequenceModel
 from seqlab.training.optimizer import AdamW, decayed
 
 STEPS, WARMUP_STEPS = 20, 4
@@ -92,7 +92,7 @@ MATRICES = {"kernel", "embedding", "b_re", "b_im", "c_re", "c_im"}
 )
 @pytest.mark.parametrize("norm", [nnx.RMSNorm, nnx.LayerNorm])
 def test_matrices_and_embeddings_decay_and_nothing_else(mixer, norm):
-    build = partial(SequenceModel, 5, width=4, depth=3, mixer=mixer, norm=norm, expansion=2)
+    build = partial(SequenceModel, 5, width=4, depth=3, mixer=mixer, norm=norm, mlp=partial(MLP, expansion=2))
     params = nnx.state(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
     mask = dict(nnx.to_flat_state(decayed(params)))
     found = {path: mask[path].get_value() for path, _ in nnx.to_flat_state(params)}
