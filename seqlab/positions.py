@@ -15,8 +15,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from seqlab.attend import Bias
+from seqlab.types import Stream
 
 Number: TypeAlias = int | float
+Positions: TypeAlias = Int[Array, "#B T"]
+Heads: TypeAlias = Float[Array, "B T H K"]
 Params: TypeAlias = Float[Array, "..."] | None
 """What a scheme has learned, the value of what it made; None where it learns nothing."""
 
@@ -42,9 +45,8 @@ class Position:
     def admit(self, length: int) -> None:
         """Raises ValueError where a sequence of this length has positions beyond the limit."""
         if self.limit is not None and length > self.limit:
-            raise ValueError(
-                f"position={self.name} has {self.limit} positions; T={length} needs position.length={length}"
-            )
+            message = f"position={self.name} has {self.limit} positions; T={length} needs position.length={length}"
+            raise ValueError(message)
 
     def stream_params(self, width: int, rngs: nnx.Rngs) -> nnx.Param | None:
         """What `embed` learns, for the model to own."""
@@ -54,12 +56,10 @@ class Position:
         """What `bias` learns, for each attention to own."""
         return None
 
-    def embed(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], params: Params = None
-    ) -> Float[Array, "B T D"]:
+    def embed(self, x: Stream, positions: Positions, params: Params = None) -> Stream:
         return x
 
-    def rotate(self, x: Float[Array, "B T H K"], positions: Int[Array, "#B T"]) -> Float[Array, "B T H K"]:
+    def rotate(self, x: Heads, positions: Positions) -> Heads:
         return x
 
     def bias(self, heads: int, causal: bool, params: Params = None) -> Bias | None:
@@ -88,9 +88,7 @@ class Sinusoidal(Position):
     def __post_init__(self):
         _demand(self.base > 1, f"position.base={self.base} must be above 1")
 
-    def embed(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], params: Params = None
-    ) -> Float[Array, "B T D"]:
+    def embed(self, x: Stream, positions: Positions, params: Params = None) -> Stream:
         width = x.shape[-1]
         angles = _angles(positions, self.base ** (-2.0 * np.arange((width + 1) // 2) / width))
         waves = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*positions.shape, -1)[..., :width]
@@ -123,9 +121,7 @@ class Learned(Position):
     def stream_params(self, width: int, rngs: nnx.Rngs) -> nnx.Param:
         return nnx.Param(jax.random.normal(rngs.params(), (self.length, width)))
 
-    def embed(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], params: Params = None
-    ) -> Float[Array, "B T D"]:
+    def embed(self, x: Stream, positions: Positions, params: Params = None) -> Stream:
         assert params is not None, "made by `stream_params`"
         return x + jnp.broadcast_to(jnp.take(params, positions, axis=0, mode="fill"), x.shape)
 
@@ -151,7 +147,7 @@ class RoPE(Position):
         """What queries and keys are multiplied by."""
         return 1.0
 
-    def rotate(self, x: Float[Array, "B T H K"], positions: Int[Array, "#B T"]) -> Float[Array, "B T H K"]:
+    def rotate(self, x: Heads, positions: Positions) -> Heads:
         """Raises ValueError where the head width K is odd."""
         width = x.shape[-1]
         _demand(
@@ -298,16 +294,11 @@ class T5(Position):
         count = self.num_buckets if causal else self.num_buckets // 2
         single = count // 2
         growing = count - single
-        # bucket single + j starts at single (max_distance / single)^(j / growing): in integers, no rounding
-        return np.array(
-            [
-                n
-                if n < single
-                else single
-                + sum(n**growing * single**j >= single**growing * self.max_distance**j for j in range(1, growing))
-                for n in range(self.max_distance + 1)
-            ]
-        )
+        starts = single * (self.max_distance / single) ** (np.arange(1, growing) / growing)
+        distance = np.arange(self.max_distance + 1)
+        # a bucket that starts at a whole number holds it, however the power is rounded
+        grown = single + np.searchsorted(starts * (1 - 1e-12), distance, side="right")
+        return np.where(distance < single, distance, grown)
 
     def score_params(self, heads: int, rngs: nnx.Rngs) -> nnx.Param:
         start = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")  # as T5X has it (Roberts et al. 2022)
@@ -327,7 +318,7 @@ class T5(Position):
         return by_bucket
 
 
-def _angles(positions: Int[Array, "#B T"], frequencies: np.ndarray) -> Float[Array, "#B T count"]:
+def _angles(positions: Positions, frequencies: np.ndarray) -> Float[Array, "#B T count"]:
     return positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies, jnp.float32)[None, None]
 
 

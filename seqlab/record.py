@@ -92,7 +92,7 @@ def add_measures(results: Results, job: Job, task: Task, program: Program, fitte
     for index, member in enumerate(results["members"]):
         member["metrics"] = {name: float(values[index]) for name, values in numbers.items()}
 
-    expected = controls.expected(program.abstract_model)
+    expected = controls.expected(program.abstract_model, task.length)
     found = program.measure(controls.Controls(), fitted.states, task, key)
     for name, expectation in expected.items():
         values = np.asarray(found[name].values)[alive].tolist()

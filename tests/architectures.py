@@ -2,11 +2,10 @@
 
 from functools import partial
 
-from seqlab.mixers.delta import DeltaNet, GatedDeltaNet
-from seqlab.mixers.linear_attention import GLA, LinearAttention
-
 from seqlab.mixers.attention import Attention
+from seqlab.mixers.delta import DeltaNet, GatedDeltaNet
 from seqlab.mixers.hyena import Hyena
+from seqlab.mixers.linear_attention import GLA, LinearAttention
 from seqlab.mixers.mamba import Mamba, Mamba2
 from seqlab.mixers.minimal import MinGRU, MinLSTM
 from seqlab.mixers.rglru import RGLRU

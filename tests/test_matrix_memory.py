@@ -1,5 +1,6 @@
 """Matrix memories against loops and sums over pairs of tokens in float64, and against Hugging Face's delta rule."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -93,9 +94,9 @@ def paired(x, segments):
 @dataclass(frozen=True)
 class Kind:
     needs: tuple[str, ...]
-    run: object
+    run: Callable
     """Of seqlab, as run(the needed inputs, marks, scan=, chunk=)."""
-    oracle: object
+    oracle: Callable
 
 
 def linear(x, marks, gate=None, **options):

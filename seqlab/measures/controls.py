@@ -26,7 +26,7 @@ class Controls:
 
     - future: the gradient of y_t with respect to x_s for s > t, t in the middle;
     - order: f(permuted x) against permuted f(x);
-    - shift: outputs with all positions shifted by half the length;
+    - shift: outputs with all positions shifted by half the length, or as far as there are positions;
     - padding: outputs with padding around the sequence;
     - packing: outputs with another sequence before it in the same row;
     - token_by_token: the step form against the parallel form, for a causal model that has one.
@@ -47,10 +47,12 @@ class Controls:
         values = {
             "future": future(model, x, probe_key),
             "order": distance(model.hidden(x[:, order]), y[:, order]),
-            "shift": distance(model.hidden(x, Places(jnp.arange(length)[None] + half)), y),
             "padding": distance(padded, y),
             "packing": distance(packed, y),
         }
+        shift = free_positions(model, length)
+        if shift:
+            values["shift"] = distance(model.hidden(x, Places(jnp.arange(length)[None] + shift)), y)
         if state_bytes(model, 1) is not None:
             start = model.init_state(self.sequences, length)
             stepped = jax.lax.scan(model.step, start, tokens.T)[1].swapaxes(0, 1)
@@ -58,8 +60,8 @@ class Controls:
         return {name: Curve(value) for name, value in values.items()}
 
 
-def expected(model: SequenceModel) -> dict[str, Expected]:
-    """What each control must show for this model."""
+def expected(model: SequenceModel, length: int) -> dict[str, Expected]:
+    """What each control must show for this model on sequences of `length` tokens."""
 
     def nonzero_if(condition: bool) -> Expected:
         return "nonzero" if condition else "zero"
@@ -67,13 +69,19 @@ def expected(model: SequenceModel) -> dict[str, Expected]:
     outcomes: dict[str, Expected] = {
         "future": nonzero_if(not model.causal),
         "order": nonzero_if(model.sees_order),
-        "shift": nonzero_if(model.position.absolute),
         "padding": "zero",
         "packing": "zero",
     }
+    if free_positions(model, length):
+        outcomes["shift"] = nonzero_if(model.position.absolute)
     if state_bytes(model, 1) is not None:
         outcomes["token_by_token"] = "zero"
     return outcomes
+
+
+def free_positions(model: SequenceModel, length: int) -> int:
+    limit = model.position.limit
+    return length // 2 if limit is None else min(length // 2, limit - length)
 
 
 def holds(name: str, expectation: Expected, value: float) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from seqlab.mixers.base import NoStepError
 from seqlab.model import SequenceModel
 
 FREE = frozenset(
@@ -32,7 +33,7 @@ def state_bytes(model: SequenceModel, length: int) -> int | None:
     graph, params = nnx.split(model)
     try:
         state = jax.eval_shape(lambda params: nnx.merge(graph, params).init_state(1, length), params)["layers"]
-    except NotImplementedError:
+    except NoStepError:
         return None
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 

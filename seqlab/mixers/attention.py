@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from seqlab.attend import attend
-from seqlab.mixers.base import Mixer
+from seqlab.mixers.base import Mixer, NoStepError, divisors, head_width
 from seqlab.positions import NoPosition, Position
 from seqlab.types import Places, State, Stream
 
@@ -46,10 +46,7 @@ class Attention(Mixer):
         soft_cap: int | float | None = None,
         rngs: nnx.Rngs,
     ):
-        if heads < 1 or width % heads:
-            raise ValueError(
-                f"model.width={width} cannot be split into model.heads={heads}; heads that fit: {divisors(width)}"
-            )
+        self.head_width = head_width(width, heads)
         kv_heads = heads if kv_heads is None else kv_heads
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(
@@ -61,13 +58,12 @@ class Attention(Mixer):
             raise ValueError(f"model.temperature={temperature} must be above 0")
         if soft_cap is not None and not soft_cap > 0:
             raise ValueError(f"model.soft_cap={soft_cap} must be above 0, or null for no cap")
-        head_width = width // heads
-        self.heads, self.head_width, self.causal, self.window = heads, head_width, causal, window
+        self.heads, self.causal, self.window = heads, causal, window
         self.position, self.temperature, self.soft_cap = position, temperature, soft_cap
         self.query, self.out = (nnx.Linear(width, width, rngs=rngs) for _ in range(2))
-        self.key, self.value = (nnx.Linear(width, kv_heads * head_width, rngs=rngs) for _ in range(2))
+        self.key, self.value = (nnx.Linear(width, kv_heads * self.head_width, rngs=rngs) for _ in range(2))
         self.query_norm, self.key_norm = (
-            nnx.RMSNorm(head_width, dtype=jnp.float32, rngs=rngs) if qk_norm else None for _ in range(2)
+            nnx.RMSNorm(self.head_width, dtype=jnp.float32, rngs=rngs) if qk_norm else None for _ in range(2)
         )
         self.position_params = position.score_params(heads, rngs)
 
@@ -117,7 +113,7 @@ class Attention(Mixer):
 
     def init_state(self, batch: int, max_length: int) -> State:
         if not self.causal:
-            raise NotImplementedError("bidirectional attention has no token-by-token form")
+            raise NoStepError("attention to both sides has no token-by-token form; use a causal model")
         slots = max_length if self.window is None else min(self.window, max_length)
         width, dtype = self.key.kernel.shape[-1], self.key.kernel.dtype
         cache = jnp.zeros((batch, slots, width // self.head_width, self.head_width), dtype)
@@ -178,7 +174,3 @@ def held(slots: int, length: Int[Array, " B"], segment: Int[Array, "B 1"]) -> Pl
     newest = length[:, None] - 1
     positions = newest - (newest - jnp.arange(slots)[None]) % slots
     return Places(positions, jnp.where(positions >= 0, segment, 0))
-
-
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

@@ -4,7 +4,7 @@ A mixer moves information between positions; everything else of a model is the s
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ from seqlab.types import Places, State, Stream
 
 class Recurrence(nnx.Param):
     """A parameter of a recurrence itself (decay, step, recurrent matrix): kept in float32 and never decayed."""
+
+
+class NoStepError(ValueError):
+    """There is no `init_state`, `prefill` and `step`: the mixer sees both directions, or its author wrote none."""
 
 
 class Mixer(nnx.Module):
@@ -39,14 +43,14 @@ class Mixer(nnx.Module):
 
     def init_state(self, batch: int, max_length: int) -> State:
         """The state before the first token, good for `max_length` tokens."""
-        raise NotImplementedError(f"{type(self).__name__} has no token-by-token form")
+        raise NoStepError(f"{type(self).__name__} has no token-by-token form; use a causal model that has one")
 
     def prefill(self, state: State, x: Stream, places: Places | None = None) -> tuple[State, Stream]:
         """Many tokens at once: the state after the last one, and the outputs of them all.
 
         The first sequence of a row goes on from `state`; its positions do so as well.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no token-by-token form")
+        raise NoStepError(f"{type(self).__name__} has no token-by-token form; use a causal model that has one")
 
     def step(self, state: State, x_t: Float[Array, "B D"]) -> tuple[State, Float[Array, "B D"]]:
         """One token."""
@@ -99,6 +103,32 @@ class Cell(Recurrent):
     def run(self, state: State, x: Float[Array, "T B D"], marks: Marks | None) -> tuple[State, Float[Array, "T B D"]]:
         state, states = unroll(self.advance, state, self.drive(x), marks)
         return state, self.read(states, x)
+
+
+def head_width(size: int, heads: int, name: str = "model.width") -> int:
+    """How wide each head is.
+
+    Raises:
+        ValueError: the heads cannot share the size.
+    """
+    if heads < 1 or size % heads:
+        raise ValueError(f"{name}={size} cannot be split into model.heads={heads}; heads that fit: {divisors(size)}")
+    return size // heads
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def negative(eigenvalue_range: Sequence[int | float]) -> bool:
+    """Whether eigenvalues span (-1, 1), as parity and other states to track need (Grazzi et al. 2025).
+
+    Raises:
+        ValueError: the range is neither (0, 1) nor (-1, 1).
+    """
+    if tuple(eigenvalue_range) not in ((0, 1), (-1, 1)):
+        raise ValueError(f"model.eigenvalue_range={list(eigenvalue_range)} is unknown; use [0,1] or [-1,1]")
+    return eigenvalue_range[0] == -1
 
 
 def turned(length: int, places: Places | None) -> Int[Array, "#B T"]:

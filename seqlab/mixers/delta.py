@@ -8,13 +8,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from seqlab.matrix_memory import delta_rule
-from seqlab.mixers.base import Recurrence, Recurrent
+from seqlab.mixers.base import Recurrence, Recurrent, head_width, negative
 from seqlab.mixers.convolution import ShortConvolution
-from seqlab.mixers.linear_attention import head_width, split
-from seqlab.mixers.mamba import negative, step_bias
+from seqlab.mixers.linear_attention import split
+from seqlab.mixers.mamba import step_bias
 from seqlab.recurrence import Marks
 from seqlab.types import State
-
 
 STREAMS = ("query", "key", "value")
 
@@ -35,11 +34,11 @@ class DeltaNet(Recurrent):
 
     Args:
         heads: H, of width K = D / H.
-        conv: how many tokens the convolutions see.
+        convolution: how many tokens the convolutions see.
 
     Raises:
         ValueError: the heads do not divide the width, `eigenvalue_range` is neither [0, 1] nor [-1, 1], `scan` is
-            unknown, or `conv` or `chunk` is below 1.
+            unknown, or `convolution` or `chunk` is below 1.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class DeltaNet(Recurrent):
         width: int,
         *,
         heads: int,
-        conv: int = 4,
+        convolution: int = 4,
         eigenvalue_range: Sequence[int | float] = (0, 1),
         scan: str = "auto",
         chunk: int = 16,
@@ -59,7 +58,7 @@ class DeltaNet(Recurrent):
         self.inputs, self.convolutions = nnx.data({}), nnx.data({})
         for name in STREAMS:
             self.inputs[name] = nnx.Linear(width, width, use_bias=False, rngs=rngs)
-            self.convolutions[name] = ShortConvolution(width, size=conv, use_bias=False, rngs=rngs)
+            self.convolutions[name] = ShortConvolution(width, size=convolution, use_bias=False, rngs=rngs)
         self.beta = nnx.Linear(width, heads, use_bias=False, rngs=rngs)
         self.norm = nnx.RMSNorm(self.head_width, epsilon=1e-5, dtype=jnp.float32, rngs=rngs)
         self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)

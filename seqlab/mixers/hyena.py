@@ -18,12 +18,12 @@ class Filter(nnx.Module):
 
         h(l) = w(l) * MLP(l / horizon, cos and sin of 2 pi f l / horizon for `bands` frequencies f)
 
-    with sines as activations, sin(frequency * z), and the window w_d(l) = g_d exp(-r_d l / horizon). Its rates r_d lie
-    between those at which 1% is left after 1.5 horizons and after .3. g_d makes the squares of the window sum to 1,
-    so that white noise keeps its variance whatever the horizon. Time is measured in horizons, and not in lengths of the
-    sequence at hand, so that a prefix has the filters of the whole.
+    with three layers of sines, sin(f * z) with f = 10 at the start, and the window w_d(l) = g_d exp(-r_d l / horizon).
+    Its rates r_d lie between those at which 1% is left after 1.5 horizons and after .3. g_d makes the squares of the
+    window sum to 1, so that white noise keeps its variance whatever the horizon. Time is measured in horizons, and not
+    in lengths of the sequence at hand, so that a prefix has the filters of the whole.
 
-    Evaluated in float32 and at full precision, for each sine multiplies a rounding by its frequency.
+    Evaluated in float32 and at full precision, for each sine makes a rounding 10 times larger.
     """
 
     def __init__(
@@ -33,8 +33,6 @@ class Filter(nnx.Module):
         order: int,
         hidden: int,
         bands: int = 8,
-        layers: int = 3,
-        frequency: int | float = 10,
         horizon: int | float,
         rngs: nnx.Rngs,
     ):
@@ -43,9 +41,9 @@ class Filter(nnx.Module):
         def linear(inner: int, outer: int, use_bias: bool = True) -> nnx.Linear:
             return nnx.Linear(inner, outer, use_bias=use_bias, dtype=jnp.float32, precision="highest", rngs=rngs)
 
-        self.hidden = nnx.List([linear(hidden if i else 1 + 2 * bands, hidden) for i in range(layers)])
+        self.hidden = nnx.List([linear(hidden if i else 1 + 2 * bands, hidden) for i in range(3)])
         self.out = linear(hidden, order * width, use_bias=False)
-        self.frequency = nnx.Param(jnp.full(hidden, frequency, jnp.float32))
+        self.frequency = nnx.Param(jnp.full(hidden, 10.0))
 
     def __call__(self, lags: Int[Array, " L"]) -> Float[Array, "order L D"]:
         time = (lags.astype(jnp.float32) / self.horizon)[:, None]

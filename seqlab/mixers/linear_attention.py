@@ -6,19 +6,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from seqlab.matrix_memory import linear_attention
-from seqlab.mixers.attention import divisors
-from seqlab.mixers.base import Recurrent
+from seqlab.mixers.base import Recurrent, head_width
 from seqlab.recurrence import Marks
 from seqlab.types import State
-
-
-def head_width(width: int, heads: int) -> int:
-    """Raises ValueError where the heads cannot share the width."""
-    if heads < 1 or width % heads:
-        raise ValueError(
-            f"model.width={width} cannot be split into model.heads={heads}; heads that fit: {divisors(width)}"
-        )
-    return width // heads
 
 
 def split(x: Float[Array, "T B HK"], heads: int) -> Float[Array, "T B H K"]:

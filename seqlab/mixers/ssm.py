@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from seqlab.convolution import modal_convolution
+from seqlab.convolution import modal_recurrence
 from seqlab.mixers.base import Recurrence, Recurrent
-from seqlab.recurrence import Marks, chosen, linear_recurrence, multiply
+from seqlab.recurrence import Marks, linear_recurrence, multiply
 from seqlab.types import State
 
 Complex = tuple[Float[Array, "..."], Float[Array, "..."]]
@@ -195,8 +195,7 @@ class S4D(StateSpace):
         h' = a h + x,  y = 2 Re(sum_n c_n h_n) + d x,  sampled by `discretization`
 
     Only N/2 modes are stored, one of each pair. They start as S4D-Lin, a_n = -1/2 + i pi n, or
-    S4D-Inv, a_n = -1/2 + i (N / pi) (N / (2n + 1) - 1). The state is [B, D, N/2]: the outputs are read within the
-    recurrence, so that the states of all tokens are stored only where the form or a gradient asks for them.
+    S4D-Inv, a_n = -1/2 + i (N / pi) (N / (2n + 1) - 1). The state is [B, D, N/2]; the default form stores one a chunk.
 
     Raises:
         ValueError: the state size is odd or below 2, or `init` or `discretization` is unknown.
@@ -224,23 +223,10 @@ class S4D(StateSpace):
 
     def run(self, state: State, x: Float[Array, "T B D"], marks: Marks | None) -> tuple[State, Float[Array, "T B D"]]:
         a, scale = self.modes.sampled()
-        # b-bar multiplies c and not each input: the product of the two is all that the outputs see
+        # b-bar multiplies c and not each input: outputs see only their product
         c = multiply((2.0 * self.c_re[...].astype(jnp.float32), 2.0 * self.c_im[...].astype(jnp.float32)), scale)
         drive = x.astype(jnp.float32)
-        if len(x) > 1 and chosen(self.scan, "chunked", "chunked") == "chunked":
-            state, y = modal_convolution(a, c, state, drive, marks, self.chunk)
-            return state, self.read(y.astype(x.dtype), x)
-
-        def coefficients(x: Float[Array, "... D"]) -> tuple[Complex, Complex]:
-            shape = (*x.shape, a[0].shape[-1])
-            decay = jnp.broadcast_to(a[0], shape), jnp.broadcast_to(a[1], shape)
-            return decay, (jnp.broadcast_to(x[..., None], shape), jnp.zeros(shape, x.dtype))
-
-        def emit(h: Complex, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-            re, im = (jnp.broadcast_to(part, h[0].shape) for part in c)
-            return (re * h[0] - im * h[1]).sum(axis=-1)
-
-        state, y = linear_recurrence(coefficients, state, drive, marks, emit, scan=self.scan, chunk=self.chunk)
+        state, y = modal_recurrence(a, c, state, drive, marks, scan=self.scan, chunk=self.chunk)
         return state, self.read(y.astype(x.dtype), x)
 
     def init_state(self, batch: int, max_length: int) -> State:

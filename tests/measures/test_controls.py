@@ -9,7 +9,7 @@ from flax import nnx
 
 from seqlab.measures.controls import NONZERO, ZERO, Controls, expected, holds
 from seqlab.mixers.attention import Attention
-from seqlab.mixers.base import Mixer
+from seqlab.mixers.base import Mixer, NoStepError
 from seqlab.mixers.rnn import GRU
 from seqlab.model import SequenceModel
 from seqlab.positions import NoPosition, Position, RoPE, Sinusoidal
@@ -86,7 +86,7 @@ class BothMeans(RunningMean):
         return super().__call__(x, places) + average(x @ self.kernel[...], places, ahead=True)
 
     def init_state(self, batch, max_length):
-        raise NotImplementedError
+        raise NoStepError
 
 
 class SeesOrderInSecret(BothMeans):
@@ -116,7 +116,7 @@ def controls(mixer, position: Position = NoPosition(), **settings):
     )
     graph, params = nnx.split(model)
     results = jax.jit(lambda params: Controls()(nnx.merge(graph, params), TASK, jax.random.key(0)))(params)
-    expectations = expected(model)
+    expectations = expected(model, TASK.length)
     assert results.keys() == expectations.keys() and all(curve.axes == () for curve in results.values())
     values = {name: float(curve.values) for name, curve in results.items()}
     return values, {name for name, value in values.items() if not holds(name, expectations[name], value)}

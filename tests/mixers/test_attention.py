@@ -455,7 +455,7 @@ def test_numbers_that_make_no_sense_are_refused(options, message):
 
 
 def test_an_encoder_has_no_step():
-    with pytest.raises(NotImplementedError, match=r"^bidirectional attention has no token-by-token form$"):
+    with pytest.raises(NoStepError, match=r"^attention to both sides has no token-by-token form; use a causal model$"):
         randomised(causal=False).init_state(1, 1)
 
 

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from seqlab.mixers.attention import Attention
-from seqlab.mixers.base import Bidirectional
+from seqlab.mixers.base import Bidirectional, NoStepError
 from seqlab.mixers.rnn import GRU
 from seqlab.types import Places
 
@@ -51,5 +51,5 @@ def test_an_encoder_is_not_run_both_ways():
 def test_what_has_no_token_by_token_form_says_so():
     mixer = Bidirectional(D, mixer=GRU, rngs=nnx.Rngs(0))
     for call in (lambda: mixer.init_state(1, 1), lambda: mixer.step(None, jnp.ones((1, D)))):
-        with pytest.raises(NotImplementedError, match=r"^Bidirectional has no token-by-token form$"):
+        with pytest.raises(NoStepError, match=r"^Bidirectional has no token-by-token form; use a causal model"):
             call()

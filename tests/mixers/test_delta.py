@@ -195,7 +195,7 @@ def test_heads_that_do_not_divide_the_width_are_refused(kind, heads):
 
 @NETS
 def test_other_ranges_of_eigenvalues_are_refused(kind):
-    with pytest.raises(ValueError, match=r"eigenvalue_range=\[0, 2\] is unknown; use \[0, 1\] or \[-1, 1\]"):
+    with pytest.raises(ValueError, match=r"eigenvalue_range=\[0, 2\] is unknown; use \[0,1\] or \[-1,1\]"):
         kind(D, heads=H, eigenvalue_range=[0, 2], rngs=nnx.Rngs(0))
 
 

@@ -161,10 +161,10 @@ def test_heads_that_do_not_divide_the_width_are_refused(kind, heads):
         kind(12, heads=heads, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("name", ["key_width", "rank"])
-def test_empty_sizes_are_refused(name):
-    with pytest.raises(ValueError, match=rf"model\.{name}=0 must be at least 1"):
-        GLA(12, heads=3, **{name: 0}, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("sizes", [{"key_width": 0}, {"rank": 0}], ids=str)
+def test_empty_sizes_are_refused(sizes):
+    with pytest.raises(ValueError, match=r"model\.(key_width|rank)=0 must be at least 1"):
+        GLA(12, heads=3, **sizes, rngs=nnx.Rngs(0))
 
 
 @kinds
