@@ -13,11 +13,11 @@ from seqlab.recurrence import Marks
 B, D = 3, 2
 # to compile is most of what takes time here
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-LENGTHS = [1, 2, 3, 40, 2 * DENSE + 9]  # the last needs an FFT from one half to the other
+LENGTHS = [1, 2, 3, 40, 4 * DENSE + 9]  # the last needs an FFT from one half to the other
 
 ROUNDING = 2e-6
-"""Of the norm of the filter times that of the inputs: an FFT over 512 tokens rounds 9 times forth and 9 back, and each
-time by some 2^-24 of the norm; a sum over 137 tokens by the square root of as many."""
+"""Of the norm of the filter times that of the inputs: an FFT over 1024 tokens rounds 10 times forth and 10 back, and each
+time by some 2^-24 of the norm; a sum over 265 tokens by the square root of as many."""
 
 
 def draw(length):

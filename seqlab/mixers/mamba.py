@@ -8,23 +8,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from seqlab.matrix_memory import linear_attention
-from seqlab.mixers.base import Recurrence, Recurrent
+from seqlab.mixers.base import Recurrence, Recurrent, negative
 from seqlab.mixers.convolution import ShortConvolution
 from seqlab.recurrence import Marks, chosen, chunks, linear_recurrence
 from seqlab.types import PRNGKey, State
 
 Drive = tuple[Float[Array, "..."], ...]
-
-
-def negative(eigenvalue_range: Sequence[int | float]) -> bool:
-    """Whether eigenvalues span (-1, 1), as parity and other states to track need (Grazzi et al. 2025).
-
-    Raises:
-        ValueError: the range is neither (0, 1) nor (-1, 1).
-    """
-    if tuple(eigenvalue_range) not in ((0, 1), (-1, 1)):
-        raise ValueError(f"eigenvalue_range={list(eigenvalue_range)} is unknown; use [0, 1] or [-1, 1]")
-    return eigenvalue_range[0] == -1
 
 
 def step_bias(key: PRNGKey, size: int) -> Float[Array, " size"]:
@@ -46,7 +35,7 @@ class Mamba(Recurrent):
     Args:
         state_size: N, for each channel.
         expand: E / D.
-        conv: how many tokens the convolution sees.
+        convolution: how many tokens the convolution sees.
         chunk: how many steps the chunked form takes at once, and how many the sequential one recomputes at once in its
             backward pass.
 
@@ -60,7 +49,7 @@ class Mamba(Recurrent):
         *,
         state_size: int = 16,
         expand: int = 2,
-        conv: int = 4,
+        convolution: int = 4,
         eigenvalue_range: Sequence[int | float] = (0, 1),
         scan: str = "auto",
         chunk: int = 64,
@@ -74,7 +63,7 @@ class Mamba(Recurrent):
         self.negative = negative(eigenvalue_range)
         self.inputs = nnx.Linear(width, inner, use_bias=False, rngs=rngs)
         self.gate = nnx.Linear(width, inner, use_bias=False, rngs=rngs)
-        self.convolution = ShortConvolution(inner, size=conv, rngs=rngs)
+        self.convolution = ShortConvolution(inner, size=convolution, rngs=rngs)
         self.select = nnx.Linear(inner, rank + 2 * state_size, use_bias=False, rngs=rngs)
         bound = rank**-0.5
         self.delta = nnx.Param(jax.random.uniform(rngs.params(), (rank, inner), minval=-bound, maxval=bound))
@@ -150,7 +139,7 @@ class Mamba2(Recurrent):
         heads: H, each with a decay of its own.
         groups: G.
         expand: E / D.
-        conv: how many tokens the convolution sees.
+        convolution: how many tokens the convolution sees.
 
     Raises:
         ValueError: the heads do not divide the channels, the groups not the heads, or a size is below 1.
@@ -164,7 +153,7 @@ class Mamba2(Recurrent):
         heads: int = 4,
         groups: int = 1,
         expand: int = 2,
-        conv: int = 4,
+        convolution: int = 4,
         scan: str = "auto",
         chunk: int = 64,
         rngs: nnx.Rngs,
@@ -181,7 +170,7 @@ class Mamba2(Recurrent):
         mixed = inner + 2 * groups * state_size
         self.inputs = nnx.Linear(width, mixed, use_bias=False, rngs=rngs)
         self.gate = nnx.Linear(width, inner, use_bias=False, rngs=rngs)
-        self.convolution = ShortConvolution(mixed, size=conv, rngs=rngs)
+        self.convolution = ShortConvolution(mixed, size=convolution, rngs=rngs)
         self.delta = nnx.Linear(width, heads, use_bias=False, rngs=rngs)
         self.delta_bias = Recurrence(step_bias(rngs.params(), heads))
         self.a_log = Recurrence(jnp.log(jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=16.0)))

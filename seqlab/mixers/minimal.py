@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from seqlab.mixers.base import Recurrent
+from seqlab.mixers.base import Recurrent, negative
 from seqlab.recurrence import Marks, linear_recurrence
 from seqlab.types import State
 
@@ -41,10 +41,8 @@ class Minimal(Recurrent):
         chunk: int = 64,
         rngs: nnx.Rngs,
     ):
-        if tuple(eigenvalue_range) not in ((0, 1), (-1, 1)):
-            raise ValueError(f"eigenvalue_range={list(eigenvalue_range)} is unknown; use [0,1] or [-1,1]")
         self.state_size, self.scan, self.chunk = state_size or width, scan, chunk
-        self.negative = min(eigenvalue_range) < 0
+        self.negative = negative(eigenvalue_range)
         names = (*self.gates, "new")
         self.inputs = nnx.data({name: nnx.Linear(width, self.state_size, rngs=rngs) for name in names})
         self.out = nnx.Linear(self.state_size, width, rngs=rngs)

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from seqlab.mixers.base import Recurrence, Recurrent
+from seqlab.mixers.base import Recurrence, Recurrent, head_width, negative
 from seqlab.mixers.convolution import ShortConvolution
-from seqlab.mixers.mamba import negative
 from seqlab.recurrence import Marks, linear_recurrence
 from seqlab.types import State
 
@@ -45,7 +44,7 @@ class RGLRU(Recurrent):
     Args:
         state_size: E; the width where nothing is said.
         heads: how many blocks the gates' matrices have.
-        conv: how many tokens the convolution sees.
+        convolution: how many tokens the convolution sees.
 
     Raises:
         ValueError: `heads` does not divide `state_size`, or `eigenvalue_range` is neither [0, 1] nor [-1, 1].
@@ -57,22 +56,21 @@ class RGLRU(Recurrent):
         *,
         state_size: int | None = None,
         heads: int = 1,
-        conv: int = 4,
+        convolution: int = 4,
         eigenvalue_range: Sequence[int | float] = (0, 1),
         scan: str = "auto",
         chunk: int = 64,
         rngs: nnx.Rngs,
     ):
         inner = state_size or width
-        if heads < 1 or inner % heads:
-            raise ValueError(f"state_size={inner} does not split into heads={heads}; use a divisor of it")
         self.negative, self.scan, self.chunk = negative(eigenvalue_range), scan, chunk
         self.inputs = nnx.Linear(width, inner, rngs=rngs)
         self.gate = nnx.Linear(width, inner, rngs=rngs)
-        self.convolution = ShortConvolution(inner, size=conv, rngs=rngs)
+        self.convolution = ShortConvolution(inner, size=convolution, rngs=rngs)
+
+        size = head_width(inner, heads, "model.state_size")
 
         def blocks() -> nnx.Param:
-            size = inner // heads
             return nnx.Param(size**-0.5 * jax.random.normal(rngs.params(), (heads, size, size)))
 
         self.decay, self.decay_bias = blocks(), nnx.Param(jnp.zeros(inner))

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from seqlab.matrix_memory import exponential_gating
-from seqlab.mixers.base import Cell, Recurrence, Recurrent
+from seqlab.mixers.base import Cell, Recurrence, Recurrent, head_width
 from seqlab.mixers.convolution import ShortConvolution
 from seqlab.recurrence import Marks
 from seqlab.types import State
@@ -14,12 +14,12 @@ from seqlab.types import State
 Gates = dict[str, Float[Array, "..."]]
 
 
-def head_width(size: int, heads: int) -> int:
-    """Raises ValueError where the heads cannot share the state, or each would be one number, whose norm is 0."""
-    if heads < 1 or size % heads or size == heads:
-        fitting = [h for h in range(1, size) if size % h == 0]
-        raise ValueError(f"model.state_size={size} cannot be split into model.heads={heads}; heads that fit: {fitting}")
-    return size // heads
+def several(size: int, heads: int) -> int:
+    """The width of a head, of more than one number: the norm of a single one is 0."""
+    width = head_width(size, heads, "model.state_size")
+    if width == 1:
+        raise ValueError(f"model.heads={heads} leaves each head one of model.state_size={size} numbers; use fewer heads")
+    return width
 
 
 class HeadNorm(nnx.Module):
@@ -54,7 +54,7 @@ class SLSTM(Cell):
 
     def __init__(self, width: int, *, state_size: int | None = None, heads: int = 4, rngs: nnx.Rngs):
         size = state_size or width
-        self.heads, self.head_width = heads, head_width(size, heads)
+        self.heads, self.head_width = heads, several(size, heads)
         shape = (heads, self.head_width, self.head_width)
         # a bias of the input gate would multiply c and n alike
         self.inputs = nnx.data(
@@ -118,7 +118,7 @@ class MLSTM(Recurrent):
         rngs: nnx.Rngs,
     ):
         size = state_size or width
-        self.heads, self.head_width = heads, head_width(size, heads)
+        self.heads, self.head_width = heads, several(size, heads)
         self.scan, self.chunk = scan, chunk
         self.convolution = ShortConvolution(width, size=convolution, rngs=rngs) if convolution else None
         self.query, self.key, self.value, self.output_gate = (

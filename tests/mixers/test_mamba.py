@@ -257,7 +257,7 @@ def test_rates_and_steps_belong_to_the_recurrence_and_nothing_else_does(kind):
 
 @pytest.mark.parametrize("wrong", [[0, 2], [-1, 0], [1, -1], [-1, 1, 1]])
 def test_an_unknown_range_of_eigenvalues_is_named(wrong):
-    with pytest.raises(ValueError, match=r"eigenvalue_range=\[.*\] is unknown; use \[0, 1\] or \[-1, 1\]"):
+    with pytest.raises(ValueError, match=r"eigenvalue_range=\[.*\] is unknown; use \[0,1\] or \[-1,1\]"):
         Mamba(D, eigenvalue_range=wrong, rngs=nnx.Rngs(0))
 
 
@@ -267,7 +267,7 @@ def test_an_unknown_range_of_eigenvalues_is_named(wrong):
         (Mamba, {"state_size": 0}, "state_size=0 must be at least 1"),
         (Mamba, {"expand": 0}, "expand=0 must be at least 1"),
         (Mamba, {"chunk": 0}, "chunk=0 must be at least 1"),
-        (Mamba, {"conv": 0}, "a convolution over 0 tokens"),
+        (Mamba, {"convolution": 0}, "a convolution over 0 tokens"),
         (Mamba2, {"groups": 0}, "groups=0 must be at least 1"),
         (Mamba2, {"heads": 3}, "40 channels do not split into heads=3"),
         (Mamba2, {"heads": 4, "groups": 3}, "or those into groups=3"),

@@ -177,7 +177,7 @@ def renamed(p):
 def test_outputs_and_gradients_are_those_of_hugging_face(hugging_face, packed):
     torch, block = hugging_face
     # theirs starts anew where a position is 0, but for its convolution: with packed rows that sees one token alone
-    mixer = randomised(conv=1 if packed else 4)
+    mixer = randomised(convolution=1 if packed else 4)
     rng = np.random.default_rng(0)
     x, readout = (rng.normal(size=(B, T, D)).astype(np.float32) for _ in range(2))
     segments = np.array([[1] * 5 + [2] * 6, [1] * 2 + [2] * 9] if packed else [[1] * T] * B)
@@ -237,10 +237,10 @@ def test_the_rates_alone_belong_to_the_recurrence():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"heads": 3}, "state_size=8 does not split into heads=3"),
+        ({"heads": 3}, "state_size=8 cannot be split into model.heads=3"),
         ({"heads": 0}, "heads=0"),
         ({"eigenvalue_range": [0, 2]}, r"eigenvalue_range=\[0, 2\] is unknown"),
-        ({"conv": 0}, "a convolution over 0 tokens"),
+        ({"convolution": 0}, "a convolution over 0 tokens"),
     ],
 )
 def test_what_cannot_be_built_is_named(options, message):
