@@ -12,26 +12,23 @@ from jaxtyping import Array, Float, Int
 from seqlab.recurrence import Marks, Number, chosen, linear_recurrence, multiply
 
 Complex = tuple[Float[Array, "..."], Float[Array, "..."]]
-DENSE = 64
-"""Up to how many tokens a convolution from one half of a block to the other is a matrix product, and no FFT."""
+DENSE = 128
+"""Below how many tokens a convolution from one half of a block to the other is a matrix product, and no FFT."""
 
 
 def long_convolution(
     h: Float[Array, "L D"], z: Float[Array, "L B D"], since: Int[Array, "T B"] | None, count: int
 ) -> Float[Array, "T B D"]:
-    """y_t = sum_l h_l z_{t - l} at the last `count` of L tokens; with `since`, over lags l <= since_t alone.
-
-    What stands before these tokens is taken for one sequence.
-    """
+    """`causal_convolution` at the last `count` of L tokens; what stands before these is taken for one sequence."""
     if count == 1:
         weights = h[::-1, None]
         if since is not None:
             weights = jnp.where((jnp.arange(len(h))[::-1, None] <= since)[..., None], weights, 0.0)
         return (jnp.broadcast_to(weights, z.shape) * z).sum(axis=0, keepdims=True)
-    if since is None:
-        return spectral(h[:, None], z, 2 * len(z))[len(z) - count : len(z)]
-    before = jnp.broadcast_to(jnp.arange(len(z) - count)[:, None], (len(z) - count, z.shape[1]))
-    return packed_convolution(h, z, jnp.concatenate([before, since]))[len(z) - count :]
+    if since is not None:
+        before = jnp.broadcast_to(jnp.arange(len(z) - count)[:, None], (len(z) - count, z.shape[1]))
+        since = jnp.concatenate([before, since])
+    return causal_convolution(h, z, since)[len(z) - count :]
 
 
 def spectral(h: Float[Array, "..."], z: Float[Array, "..."], size: int) -> Float[Array, "..."]:
@@ -44,39 +41,44 @@ def toeplitz(h: Float[Array, "L D"], rows: int, columns: int, lag: int) -> Float
     """h_{i - j + lag} for each channel, zero where this lag is negative or beyond those of h."""
     lags = jnp.arange(rows)[:, None] - jnp.arange(columns)[None] + lag
     inside = (lags >= 0) & (lags < len(h))
-    return jnp.where(inside[..., None], h[jnp.clip(lags, 0, max(len(h) - 1, 0))], 0.0).transpose(2, 0, 1)
+    return jnp.pad(h, ((0, 1), (0, 0)))[jnp.where(inside, lags, len(h))].transpose(2, 0, 1)
 
 
-def packed_convolution(
-    h: Float[Array, "L D"], z: Float[Array, "L B D"], since: Int[Array, "L B"]
+def causal_convolution(
+    h: Float[Array, "L D"], z: Float[Array, "L B D"], since: Int[Array, "L B"] | None = None
 ) -> Float[Array, "L B D"]:
-    """y_t = sum_{l <= since_t} h_l z_{t - l}, where since_t is how many tokens of its sequence stand before token t.
+    """y_t = sum_l h_l z_{t - l}; with `since`, how many tokens of its sequence stand before each, over l <= since_t.
 
-    By halves: what the left half of a block of 2s tokens adds to its right half is one convolution, for only one
-    sequence can lie across the middle: tokens of others are left out on both sides. Doubling s until a block holds all
-    takes O(T log^2 T), and no token ever meets a later one or another sequence, not even in rounding.
+    One FFT over all would let a token see later ones and other sequences, if only in its rounding. So it goes by
+    halves: what the left half of a block of 2s tokens adds to its right half is one convolution, and since only one
+    sequence can lie across the middle, tokens of others are left out on both sides. Doubling s until a block holds all
+    takes O(T log^2 T).
     """
     length = len(z)
-    y = h[:1, None] * z
-    first = jnp.broadcast_to(jnp.arange(length)[:, None], since.shape) - since  # token of the sequence of each
-    half = 1
+
+    def blocks(x: Array, size: int) -> Array:
+        return jnp.pad(x, ((0, -length % size), *[(0, 0)] * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
+
+    def joined(x: Array) -> Array:
+        return x.reshape(-1, *x.shape[2:])[:length]
+
+    half = max(1, min(DENSE, length)) if since is None else 1
+    y = joined(jnp.einsum("Dij,njBD->niBD", toeplitz(h, half, half, 0), blocks(z, half), precision="highest"))
+    first = None if since is None else jnp.broadcast_to(jnp.arange(length)[:, None], since.shape) - since
     while half < length:
-        missing = -length % (2 * half)
-
-        def halves(x: Array, half: int = half, missing: int = missing) -> tuple[Array, Array]:
-            x = jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))).reshape(-1, 2, half, *x.shape[1:])
-            return x[:, 0], x[:, 1]
-
-        middle = jnp.arange(half, length + missing, 2 * half)[:, None, None]
-        opened = halves(first)[1]
-        index = (middle - half) + jnp.arange(half)[None, :, None]
-        left = jnp.where((index >= opened[:, :1])[..., None], halves(z)[0], 0.0)
-        if half <= DENSE:
+        left = blocks(z, 2 * half)[:, :half]
+        middle = (2 * half * jnp.arange(len(left)) + half)[:, None, None]
+        opened = None
+        if first is not None:
+            opened = blocks(first, 2 * half)[:, half:]  # first token of the sequence of each token on the right
+            left = jnp.where((middle - half + jnp.arange(half)[None, :, None] >= opened[:, :1])[..., None], left, 0.0)
+        if half < DENSE:
             added = jnp.einsum("Dij,njBD->niBD", toeplitz(h, half, half, half), left, precision="highest")
         else:
             added = spectral(h[None, : 2 * half, None], left, 2 * half)[:, half:]
-        added = jnp.where((opened < middle)[..., None], added, 0.0)
-        y = y + jnp.stack([jnp.zeros_like(added), added], axis=1).reshape(-1, *z.shape[1:])[:length]
+        if opened is not None:
+            added = jnp.where((opened < middle)[..., None], added, 0.0)
+        y = y + joined(jnp.concatenate([jnp.zeros_like(added), added], axis=1))
         half *= 2
     return y
 
@@ -148,7 +150,7 @@ def modal_convolution(
         index = jnp.broadcast_to(jnp.arange(size)[None, :, None], begun.shape)
         since = index - jax.lax.cummax(jnp.where(cut(marks.start), index, 0), axis=1)
         rows = x.swapaxes(0, 1).reshape(size, count * batch, width)
-        y = packed_convolution(kernel, rows, since.swapaxes(0, 1).reshape(size, -1))
+        y = causal_convolution(kernel, rows, since.swapaxes(0, 1).reshape(size, -1))
         y = y.reshape(size, count, batch, width).swapaxes(0, 1)
 
     def steps(by: int) -> Callable[[Complex], tuple[Complex, Complex]]:

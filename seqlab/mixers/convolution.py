@@ -59,7 +59,6 @@ def last_inputs(
     tokens = marks.real.sum(axis=0)  # of each row; padding stands behind them
     newest = jnp.take_along_axis(inputs, (tokens[None] + jnp.arange(count)[:, None])[..., None], axis=0)
     before = jnp.take_along_axis(since, jnp.maximum(tokens - 1, 0)[None], axis=0)  # the newest token's age
-    before = jnp.where(tokens > 0, before, count)
     return jnp.where((before + 1 >= jnp.arange(count, 0, -1)[:, None])[..., None], newest, 0.0).swapaxes(0, 1)
 
 

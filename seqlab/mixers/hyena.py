@@ -65,9 +65,8 @@ class Hyena(Recurrent):
 
     where v and x_n are projections of the tokens after a short convolution over 3 of them, and h_n are the filters.
 
-    Whole sequences are convolved by FFT: its rounding is some 2^-24 log2 T of the largest output of a row, on all
-    outputs of that row, so that causality holds up to this rounding. Where `places` has segments the convolution is
-    that of `packed_convolution`, which never lets a token see a later one or another sequence, not even in rounding.
+    The convolutions go by FFT from the halves of blocks to the other halves (`causal_convolution`): no output depends
+    on a later token or on another sequence, not even in its rounding, which is some 2^-24 log2 T of what came before.
 
     The state holds the last `max_length` inputs of each convolution, [B, max_length, D] each, and those of the short
     one. A step takes time in proportion to max_length and not to T^2, for the filter network is run at that many lags;

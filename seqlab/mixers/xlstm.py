@@ -18,7 +18,7 @@ def several(size: int, heads: int) -> int:
     """The width of a head, of more than one number: the norm of a single one is 0."""
     width = head_width(size, heads, "model.state_size")
     if width == 1:
-        raise ValueError(f"model.heads={heads} leaves each head one of model.state_size={size} numbers; use fewer heads")
+        raise ValueError(f"model.heads={heads} leaves a head one of model.state_size={size} numbers; use fewer heads")
     return width
 
 

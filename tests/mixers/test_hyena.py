@@ -16,8 +16,8 @@ FILTER = 2.5e-4
 """Each sine takes 10 times its argument, and so makes a rounding of some 2^-24 and what came before 10 times larger:
 after three of them some 1000 x 4 x 2^-24, of filters whose largest number is about 1."""
 ROUNDING = 1e-5
-"""Relative L2 between two orders of the same sums, as in the contract test; the FFT of a row of 300 tokens rounds some
-20 times by 2^-24 of the row's norm, in each of two convolutions."""
+"""Relative L2 between two orders of the same sums, as in the contract test; an FFT over 512 tokens rounds some 20 times
+by 2^-24 of their norm, in each of two convolutions."""
 
 
 def build(order=2, horizon=HORIZON):
@@ -196,16 +196,13 @@ def test_packed_sequences_are_as_alone_and_the_last_one_goes_on():
         assert distance(next_y[row], together[-1]) <= ROUNDING
 
 
-def test_the_future_is_seen_by_rounding_at_most_and_not_at_all_where_sequences_are_packed():
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_future_is_not_seen_not_even_in_rounding(packed):
     mixer, x = build(horizon=200), draw(300)
-    other = np.where(np.arange(300)[None, :, None] < 150, x, 10 * draw(300, seed=1))
-    y, changed = (np.asarray(mix(mixer, jnp.asarray(part))) for part in (x, other))
-    # three factors 10 times as large in the part that is changed: its norm is what an FFT rounds
-    assert np.linalg.norm((changed - y)[:, :150]) <= 1e-6 * np.linalg.norm(changed)
-    assert np.abs((changed - y)[:, 150:]).min() > 0
-    places = Places.of(jnp.ones((B, 300), jnp.int32))
+    other = np.where(np.arange(300)[None, :, None] < 150, x, 100 * draw(300, seed=1))
+    places = Places.of(jnp.ones((B, 300), jnp.int32)) if packed else None
     y, changed = (np.asarray(mix(mixer, jnp.asarray(part), places)) for part in (x, other))
-    assert (y[:, :150] == changed[:, :150]).all()
+    assert (y[:, :150] == changed[:, :150]).all() and (y[:, 150:] != changed[:, 150:]).all()
 
 
 def test_filters_and_state_are_in_float32_when_all_else_is_in_bfloat16():

@@ -167,7 +167,8 @@ def test_the_state_is_as_wide_as_the_stream_where_nothing_is_said(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_range_is_refused(kind, eigenvalue_range):
     numbers = ", ".join(map(str, eigenvalue_range))
-    with pytest.raises(ValueError, match=rf"^model\.eigenvalue_range=\[{numbers}\] is unknown; use \[0,1\] or \[-1,1\]$"):
+    message = rf"^model\.eigenvalue_range=\[{numbers}\] is unknown; use \[0,1\] or \[-1,1\]$"
+    with pytest.raises(ValueError, match=message):
         kind(D, eigenvalue_range=eigenvalue_range, rngs=nnx.Rngs(0))
 
 

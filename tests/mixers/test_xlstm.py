@@ -275,7 +275,7 @@ def test_the_state_is_as_wide_as_the_stream_where_nothing_is_said(kind):
 @pytest.mark.parametrize("heads", [0, 4, 6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_that_cannot_share_the_state_are_refused(kind, heads):
-    message = r"^model\.heads=6 leaves each head one of model\.state_size=6 numbers; use fewer heads$"
+    message = r"^model\.heads=6 leaves a head one of model\.state_size=6 numbers; use fewer heads$"
     if heads != 6:
         message = rf"^model\.state_size=6 cannot be split into model\.heads={heads}; heads that fit: \[1, 2, 3, 6\]$"
     with pytest.raises(ValueError, match=message):
