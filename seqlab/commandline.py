@@ -194,7 +194,7 @@ def _nearest(name: str, valid: list[str]) -> str:
         near = [v for v in valid if v.rsplit(".")[-1] == name.rsplit(".")[-1]]
     if near:
         return f"did you mean {near[0]}?"
-    if len(valid) > 20:
+    if len(valid) > 40:
         return "--cfg job shows every key"
     return f"use {', '.join(valid)}" if valid else "there is none"
 

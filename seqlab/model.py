@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from seqlab.linear import Linear
 from seqlab.mixers.base import Bidirectional, Mixer, Recurrence
 from seqlab.mixers.convolution import Convolved
 from seqlab.positions import NoPosition, Position
@@ -22,8 +23,8 @@ class MLP(nnx.Module):
 
     def __init__(self, width: int, *, expansion: int | float = 4, rngs: nnx.Rngs):
         inner = hidden_width(width, expansion)
-        self.up = nnx.Linear(width, inner, rngs=rngs)
-        self.out = nnx.Linear(inner, width, rngs=rngs)
+        self.up = Linear(width, inner, rngs=rngs)
+        self.out = Linear(inner, width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return self.out(jax.nn.gelu(self.up(x)))
@@ -34,9 +35,9 @@ class SwiGLU(nnx.Module):
 
     def __init__(self, width: int, *, expansion: int | float = 8 / 3, rngs: nnx.Rngs):
         inner = hidden_width(width, expansion)
-        self.gate = nnx.Linear(width, inner, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(width, inner, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(inner, width, use_bias=False, rngs=rngs)
+        self.gate = Linear(width, inner, use_bias=False, rngs=rngs)
+        self.up = Linear(width, inner, use_bias=False, rngs=rngs)
+        self.out = Linear(inner, width, use_bias=False, rngs=rngs)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return self.out(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -160,7 +161,7 @@ class SequenceModel(nnx.Module):
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (vocab_size, width)))
         self.blocks = stack(rngs)
         self.norm = norm(width, rngs=rngs)
-        self.head = None if tied else nnx.Linear(width, vocab_size, use_bias=False, rngs=rngs)
+        self.head = None if tied else Linear(width, vocab_size, use_bias=False, rngs=rngs)
         if position.needs_attention and not any(mixer.attends for mixer in self.mixers):
             raise ValueError(f"position={position.name} acts on attention, and this model has none; use position=none")
         self.position_params = position.stream_params(width, rngs)

@@ -27,6 +27,12 @@ NOT_CHOSEN = {"config", "backbone", "hydra/help/seqlab"}
 """Files that every run uses; hydra/help is tested where --help is."""
 
 
+def marked(place):
+    """Many models are slow to compile; a few stand for them among the fast tests."""
+    few = place.split("/")[0] not in ("model", "position") or place in ("model/ssm", "model/hybrid", "position/rope")
+    return pytest.param(place, marks=() if few else pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_in_a_hurry():
     # what is tested here is not numbers, and half of the time would go into optimising programs that run once
@@ -39,7 +45,7 @@ def test_every_folder_of_conf_is_a_group_of_the_command_line():
     assert {place.split("/")[0] for place in PLACES if place not in NOT_CHOSEN} == set(GROUPS)
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place not in NOT_CHOSEN])
+@pytest.mark.parametrize("place", [marked(place) for place in PLACES if place not in NOT_CHOSEN])
 def test_it_trains_two_steps(command, tmp_path, place):
     shutil.copy(CONF.parent / "README.md", tmp_path / "text.txt")
     group, name = place.split("/")

@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from seqlab.attend import attend
+from seqlab.linear import Linear
 from seqlab.mixers.base import Mixer, NoStepError, divisors, head_width
 from seqlab.positions import NoPosition, Position
 from seqlab.types import Places, State, Stream
@@ -60,8 +61,8 @@ class Attention(Mixer):
             raise ValueError(f"model.soft_cap={soft_cap} must be above 0, or null for no cap")
         self.heads, self.causal, self.window = heads, causal, window
         self.position, self.temperature, self.soft_cap = position, temperature, soft_cap
-        self.query, self.out = (nnx.Linear(width, width, rngs=rngs) for _ in range(2))
-        self.key, self.value = (nnx.Linear(width, kv_heads * self.head_width, rngs=rngs) for _ in range(2))
+        self.query, self.out = (Linear(width, width, rngs=rngs) for _ in range(2))
+        self.key, self.value = (Linear(width, kv_heads * self.head_width, rngs=rngs) for _ in range(2))
         self.query_norm, self.key_norm = (
             nnx.RMSNorm(self.head_width, dtype=jnp.float32, rngs=rngs) if qk_norm else None for _ in range(2)
         )

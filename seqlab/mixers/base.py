@@ -7,10 +7,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from seqlab.linear import Linear
 from seqlab.recurrence import Marks, unroll
 from seqlab.types import Places, State, Stream
 
@@ -101,7 +103,9 @@ class Cell(Recurrent):
         """The outputs from the states and the tokens."""
 
     def run(self, state: State, x: Float[Array, "T B D"], marks: Marks | None) -> tuple[State, Float[Array, "T B D"]]:
-        state, states = unroll(self.advance, state, self.drive(x), marks)
+        # of a step only its products are kept for the backward pass: less memory to move, and no slower
+        advance = jax.checkpoint(self.advance, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
+        state, states = unroll(advance, state, self.drive(x), marks)
         return state, self.read(states, x)
 
 
@@ -158,7 +162,7 @@ class Bidirectional(Mixer):
         if not self.forward.causal:
             raise ValueError("this model sees both directions already; leave model.bidirectional=false")
         self.attends = self.forward.attends
-        self.join = nnx.Linear(2 * width, width, rngs=rngs) if merge == "concat" else None
+        self.join = Linear(2 * width, width, rngs=rngs) if merge == "concat" else None
 
     def __call__(self, x: Stream, places: Places | None = None) -> Stream:
         forward = self.forward(x, places)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from seqlab.linear import Linear
 from seqlab.matrix_memory import delta_rule
 from seqlab.mixers.base import Recurrence, Recurrent, head_width, negative
 from seqlab.mixers.convolution import ShortConvolution
@@ -57,11 +58,11 @@ class DeltaNet(Recurrent):
         self.largest_beta = 2.0 if negative(eigenvalue_range) else 1.0
         self.inputs, self.convolutions = nnx.data({}), nnx.data({})
         for name in STREAMS:
-            self.inputs[name] = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+            self.inputs[name] = Linear(width, width, use_bias=False, rngs=rngs)
             self.convolutions[name] = ShortConvolution(width, size=convolution, use_bias=False, rngs=rngs)
-        self.beta = nnx.Linear(width, heads, use_bias=False, rngs=rngs)
+        self.beta = Linear(width, heads, use_bias=False, rngs=rngs)
         self.norm = nnx.RMSNorm(self.head_width, epsilon=1e-5, dtype=jnp.float32, rngs=rngs)
-        self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.out = Linear(width, width, use_bias=False, rngs=rngs)
 
     def init_state(self, batch: int, max_length: int) -> State:
         memory = jnp.zeros((batch, self.heads, self.head_width, self.head_width), jnp.float32)
@@ -108,11 +109,11 @@ class GatedDeltaNet(DeltaNet):
 
     def __init__(self, width: int, *, heads: int, rngs: nnx.Rngs, **options):
         super().__init__(width, heads=heads, rngs=rngs, **options)
-        self.decay = nnx.Linear(width, heads, use_bias=False, rngs=rngs)
+        self.decay = Linear(width, heads, use_bias=False, rngs=rngs)
         self.decay_bias = Recurrence(step_bias(rngs.params(), heads))
         rate = jax.random.uniform(rngs.params(), (heads,), minval=0.01, maxval=16.0)  # 0 has no logarithm
         self.a_log = Recurrence(jnp.log(rate))
-        self.gate = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.gate = Linear(width, width, use_bias=False, rngs=rngs)
 
     def log_decay(self, x: Float[Array, "T B D"]) -> Float[Array, "T B H"]:
         step = self.decay(x).astype(jnp.float32)

@@ -7,7 +7,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from seqlab.convolution import long_convolution
-from seqlab.mixers.base import Recurrent
+from seqlab.linear import Linear
+from seqlab.mixers.base import Recurrence, Recurrent
 from seqlab.mixers.convolution import ShortConvolution, age, last_inputs
 from seqlab.recurrence import Marks
 from seqlab.types import Places, State, Stream
@@ -39,7 +40,11 @@ class Filter(nnx.Module):
         self.order, self.bands, self.horizon = order, bands, horizon
 
         def linear(inner: int, outer: int, use_bias: bool = True) -> nnx.Linear:
-            return nnx.Linear(inner, outer, use_bias=use_bias, dtype=jnp.float32, precision="highest", rngs=rngs)
+            layer = nnx.Linear(inner, outer, use_bias=use_bias, dtype=jnp.float32, precision="highest", rngs=rngs)
+            layer.kernel = Recurrence(layer.kernel[...])
+            if layer.bias is not None:
+                layer.bias = Recurrence(layer.bias[...])
+            return layer
 
         self.hidden = nnx.List([linear(hidden if i else 1 + 2 * bands, hidden) for i in range(3)])
         self.out = linear(hidden, order * width, use_bias=False)
@@ -89,11 +94,11 @@ class Hyena(Recurrent):
             if value < 1:
                 raise ValueError(f"a Hyena needs {option} of 1 or more, not {option}={value}")
         self.order = order
-        self.inputs = nnx.Linear(width, (order + 1) * width, rngs=rngs)
+        self.inputs = Linear(width, (order + 1) * width, rngs=rngs)
         self.short = ShortConvolution((order + 1) * width, size=3, rngs=rngs)
         self.filter = Filter(width, order=order, hidden=filter_width, horizon=horizon, rngs=rngs)
         self.bias = nnx.Param(jax.random.normal(rngs.params(), (order, width)))
-        self.out = nnx.Linear(width, width, rngs=rngs)
+        self.out = Linear(width, width, rngs=rngs)
 
     def init_state(self, batch: int, max_length: int) -> State:
         cache = jnp.zeros((batch, max_length, self.out.kernel.shape[-1]), jnp.float32)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from seqlab.linear import Linear
 from seqlab.matrix_memory import linear_attention
 from seqlab.mixers.base import Recurrent, head_width
 from seqlab.recurrence import Marks
@@ -35,7 +36,7 @@ class LinearAttention(Recurrent):
     def __init__(self, width: int, *, heads: int, scan: str = "auto", chunk: int = 32, rngs: nnx.Rngs):
         self.heads, self.head_width = heads, head_width(width, heads)
         self.scan, self.chunk = scan, chunk
-        self.query, self.key, self.value, self.out = (nnx.Linear(width, width, rngs=rngs) for _ in range(4))
+        self.query, self.key, self.value, self.out = (Linear(width, width, rngs=rngs) for _ in range(4))
 
     def init_state(self, batch: int, max_length: int) -> State:
         return jnp.zeros((batch, self.heads, self.head_width, self.head_width + 1), jnp.float32)
@@ -87,13 +88,13 @@ class GLA(Recurrent):
                 raise ValueError(f"model.{name}={value} must be at least 1")
         self.scan, self.chunk = scan, chunk
         keys = heads * self.key_width
-        self.query, self.key = (nnx.Linear(width, keys, use_bias=False, rngs=rngs) for _ in range(2))
-        self.value = nnx.Linear(width, width, use_bias=False, rngs=rngs)
-        self.decay_down = nnx.Linear(width, rank, use_bias=False, rngs=rngs)
-        self.decay_up = nnx.Linear(rank, keys, rngs=rngs)
-        self.gate = nnx.Linear(width, width, rngs=rngs)
+        self.query, self.key = (Linear(width, keys, use_bias=False, rngs=rngs) for _ in range(2))
+        self.value = Linear(width, width, use_bias=False, rngs=rngs)
+        self.decay_down = Linear(width, rank, use_bias=False, rngs=rngs)
+        self.decay_up = Linear(rank, keys, rngs=rngs)
+        self.gate = Linear(width, width, rngs=rngs)
         self.norm = nnx.RMSNorm(self.head_width, epsilon=1e-5, dtype=jnp.float32, rngs=rngs)
-        self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.out = Linear(width, width, use_bias=False, rngs=rngs)
 
     def init_state(self, batch: int, max_length: int) -> State:
         return jnp.zeros((batch, self.heads, self.key_width, self.head_width), jnp.float32)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from seqlab.linear import Linear
 from seqlab.matrix_memory import linear_attention
 from seqlab.mixers.base import Recurrence, Recurrent, negative
 from seqlab.mixers.convolution import ShortConvolution
@@ -61,10 +62,10 @@ class Mamba(Recurrent):
         inner, rank = expand * width, -(-width // 16)
         self.state_size, self.rank, self.scan, self.chunk = state_size, rank, scan, chunk
         self.negative = negative(eigenvalue_range)
-        self.inputs = nnx.Linear(width, inner, use_bias=False, rngs=rngs)
-        self.gate = nnx.Linear(width, inner, use_bias=False, rngs=rngs)
+        self.inputs = Linear(width, inner, use_bias=False, rngs=rngs)
+        self.gate = Linear(width, inner, use_bias=False, rngs=rngs)
         self.convolution = ShortConvolution(inner, size=convolution, rngs=rngs)
-        self.select = nnx.Linear(inner, rank + 2 * state_size, use_bias=False, rngs=rngs)
+        self.select = Linear(inner, rank + 2 * state_size, use_bias=False, rngs=rngs)
         bound = rank**-0.5
         self.delta = nnx.Param(jax.random.uniform(rngs.params(), (rank, inner), minval=-bound, maxval=bound))
         self.delta_bias = Recurrence(step_bias(rngs.params(), inner))
@@ -72,7 +73,7 @@ class Mamba(Recurrent):
         rates = jnp.arange(1, state_size + 1, dtype=jnp.float32)
         self.a_log = Recurrence(jnp.log(jnp.broadcast_to(rates[:, None], (state_size, inner))))
         self.d = nnx.Param(jnp.ones(inner))
-        self.out = nnx.Linear(inner, width, use_bias=False, rngs=rngs)
+        self.out = Linear(inner, width, use_bias=False, rngs=rngs)
 
     def init_state(self, batch: int, max_length: int) -> State:
         return {
@@ -168,15 +169,15 @@ class Mamba2(Recurrent):
             )
         self.state_size, self.heads, self.groups, self.scan, self.chunk = state_size, heads, groups, scan, chunk
         mixed = inner + 2 * groups * state_size
-        self.inputs = nnx.Linear(width, mixed, use_bias=False, rngs=rngs)
-        self.gate = nnx.Linear(width, inner, use_bias=False, rngs=rngs)
+        self.inputs = Linear(width, mixed, use_bias=False, rngs=rngs)
+        self.gate = Linear(width, inner, use_bias=False, rngs=rngs)
         self.convolution = ShortConvolution(mixed, size=convolution, rngs=rngs)
-        self.delta = nnx.Linear(width, heads, use_bias=False, rngs=rngs)
+        self.delta = Linear(width, heads, use_bias=False, rngs=rngs)
         self.delta_bias = Recurrence(step_bias(rngs.params(), heads))
         self.a_log = Recurrence(jnp.log(jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=16.0)))
         self.d = nnx.Param(jnp.ones(heads))
         self.scale = nnx.Param(jnp.ones(inner))
-        self.out = nnx.Linear(inner, width, use_bias=False, rngs=rngs)
+        self.out = Linear(inner, width, use_bias=False, rngs=rngs)
 
     def init_state(self, batch: int, max_length: int) -> State:
         head_width = self.scale.shape[0] // self.heads

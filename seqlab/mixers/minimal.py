@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from seqlab.linear import Linear
 from seqlab.mixers.base import Recurrent, negative
 from seqlab.recurrence import Marks, linear_recurrence
 from seqlab.types import State
@@ -44,8 +45,8 @@ class Minimal(Recurrent):
         self.state_size, self.scan, self.chunk = state_size or width, scan, chunk
         self.negative = negative(eigenvalue_range)
         names = (*self.gates, "new")
-        self.inputs = nnx.data({name: nnx.Linear(width, self.state_size, rngs=rngs) for name in names})
-        self.out = nnx.Linear(self.state_size, width, rngs=rngs)
+        self.inputs = nnx.data({name: Linear(width, self.state_size, rngs=rngs) for name in names})
+        self.out = Linear(self.state_size, width, rngs=rngs)
 
     @abstractmethod
     def keep(self, drive: Gates) -> Float[Array, "... N"]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from seqlab.linear import Linear
 from seqlab.mixers.base import Recurrence, Recurrent, head_width, negative
 from seqlab.mixers.convolution import ShortConvolution
 from seqlab.recurrence import Marks, linear_recurrence
@@ -64,8 +65,8 @@ class RGLRU(Recurrent):
     ):
         inner = state_size or width
         self.negative, self.scan, self.chunk = negative(eigenvalue_range), scan, chunk
-        self.inputs = nnx.Linear(width, inner, rngs=rngs)
-        self.gate = nnx.Linear(width, inner, rngs=rngs)
+        self.inputs = Linear(width, inner, rngs=rngs)
+        self.gate = Linear(width, inner, rngs=rngs)
         self.convolution = ShortConvolution(inner, size=convolution, rngs=rngs)
 
         size = head_width(inner, heads, "model.state_size")
@@ -79,7 +80,7 @@ class RGLRU(Recurrent):
         # al. 2024, sec. 2.4); the authors' code leaves the 8 out
         area = jax.random.uniform(rngs.params(), (inner,), minval=0.9**2, maxval=0.999**2)
         self.rate = Recurrence(jnp.log(jnp.expm1(-0.5 / SHARPNESS * jnp.log(area))))
-        self.out = nnx.Linear(inner, width, rngs=rngs)
+        self.out = Linear(inner, width, rngs=rngs)
 
     def init_state(self, batch: int, max_length: int) -> State:
         return {

@@ -1,7 +1,7 @@
 """Linear time-invariant state-space models with a diagonal state matrix: LRU, S4D and S5.
 
-All complex numbers are pairs of real arrays. All three have the same gated output, so that a comparison of them
-compares their recurrences: W_o ((y + d * x) * silu(W_g x)).
+All complex numbers are pairs of real arrays. All three have the same gated output, W_o ((y + d * x) * silu(W_g x)),
+and not each its paper's, so that a comparison of them compares their recurrences.
 """
 
 from abc import abstractmethod
@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from seqlab.convolution import modal_recurrence
+from seqlab.linear import Linear
 from seqlab.mixers.base import Recurrence, Recurrent
 from seqlab.recurrence import Marks, linear_recurrence, multiply
 from seqlab.types import State
@@ -24,15 +25,11 @@ Complex = tuple[Float[Array, "..."], Float[Array, "..."]]
 class StateSpace(Recurrent):
     """What surrounds the recurrence: a direct term and the gated output."""
 
-    d: nnx.Param
-    gate: nnx.Linear
-    out: nnx.Linear
-
     def surround(self, width: int, rngs: nnx.Rngs) -> None:
         """Draws the parameters, after those of the recurrence."""
         self.d = nnx.Param(jax.random.normal(rngs.params(), (width,)))
-        self.gate = nnx.Linear(width, width, rngs=rngs)
-        self.out = nnx.Linear(width, width, rngs=rngs)
+        self.gate = Linear(width, width, rngs=rngs)
+        self.out = Linear(width, width, rngs=rngs)
 
     def read(self, y: Float[Array, "T B D"], x: Float[Array, "T B D"]) -> Float[Array, "T B D"]:
         y = y + x * jnp.broadcast_to(self.d[...], x.shape)

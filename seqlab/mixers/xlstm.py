@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from seqlab.linear import Linear
 from seqlab.matrix_memory import exponential_gating
 from seqlab.mixers.base import Cell, Recurrence, Recurrent, head_width
 from seqlab.mixers.convolution import ShortConvolution
@@ -57,13 +58,11 @@ class SLSTM(Cell):
         self.heads, self.head_width = heads, several(size, heads)
         shape = (heads, self.head_width, self.head_width)
         # a bias of the input gate would multiply c and n alike
-        self.inputs = nnx.data(
-            {gate: nnx.Linear(width, size, use_bias=gate != "input", rngs=rngs) for gate in self.gates}
-        )
+        self.inputs = nnx.data({gate: Linear(width, size, use_bias=gate != "input", rngs=rngs) for gate in self.gates})
         self.inputs["forget"].bias = nnx.Param(jnp.tile(jnp.linspace(3.0, 6.0, self.head_width), heads))
         self.recurrent = nnx.data({gate: Recurrence(jnp.zeros(shape)) for gate in self.gates})
         self.norm = HeadNorm(size)
-        self.out = nnx.Linear(size, width, rngs=rngs)
+        self.out = Linear(size, width, rngs=rngs)
 
     def init_state(self, batch: int, max_length: int) -> State:
         empty = jnp.zeros((batch, self.heads, self.head_width), jnp.float32)
@@ -122,14 +121,14 @@ class MLSTM(Recurrent):
         self.scan, self.chunk = scan, chunk
         self.convolution = ShortConvolution(width, size=convolution, rngs=rngs) if convolution else None
         self.query, self.key, self.value, self.output_gate = (
-            nnx.Linear(width, size, use_bias=False, rngs=rngs) for _ in range(4)
+            Linear(width, size, use_bias=False, rngs=rngs) for _ in range(4)
         )
         zeros = nnx.initializers.zeros
-        self.input_gate, self.forget_gate = (nnx.Linear(width, heads, kernel_init=zeros, rngs=rngs) for _ in range(2))
+        self.input_gate, self.forget_gate = (Linear(width, heads, kernel_init=zeros, rngs=rngs) for _ in range(2))
         self.input_gate.bias = nnx.Param(0.1 * jax.random.normal(rngs.params(), (heads,)))
         self.forget_gate.bias = nnx.Param(jnp.linspace(3.0, 6.0, heads))
         self.norm = HeadNorm(size)
-        self.out = nnx.Linear(size, width, rngs=rngs)
+        self.out = Linear(size, width, rngs=rngs)
 
     def init_state(self, batch: int, max_length: int) -> State:
         state = {
