@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 from flax import nnx
+from rich.table import Table
 
-from benchmarks.timing import Comparison, Goal, main, take_turns
+from benchmarks.timing import Goal, main, ratios, take_turns
 from seqlab.mixers.attention import Attention
 from seqlab.mixers.base import Mixer
 from seqlab.mixers.rnn import GRU
@@ -32,12 +33,12 @@ def decode(mixer: Mixer) -> Callable[[], Any]:
     return partial(walk, params, x)
 
 
-def against(name: str, mixer: Callable[..., Mixer], rival: Callable[[], Any], rounds: int, times: float) -> Comparison:
+def against(name: str, mixer: Callable[..., Mixer], rival: Callable[[], Any], rounds: int, times: float) -> Table:
     candidates = {"PyTorch": rival, "seqlab": decode(mixer(WIDTH, rngs=nnx.Rngs(0)))}
-    return Comparison(f"A token, {name}, D={WIDTH}", take_turns(candidates, rounds, TOKENS), Goal("seqlab", 1 / times))
+    return ratios(f"A token, {name}, D={WIDTH}", take_turns(candidates, rounds, TOKENS), Goal("seqlab", 1 / times))
 
 
-def gru(rounds: int) -> list[Comparison]:
+def gru(rounds: int) -> list[Table]:
     import torch
 
     cell, out = torch.nn.GRUCell(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
@@ -54,7 +55,7 @@ def gru(rounds: int) -> list[Comparison]:
     return [against("GRU", GRU, rival, rounds, 6)]
 
 
-def ssm(rounds: int) -> list[Comparison]:
+def ssm(rounds: int) -> list[Table]:
     """The LRU in complex numbers, as PyTorch's own implementations write it."""
     import torch
 
@@ -75,7 +76,7 @@ def ssm(rounds: int) -> list[Comparison]:
     return [against("LRU", partial(LRU, state_size=WIDTH), rival, rounds, 5)]
 
 
-def attention(rounds: int) -> list[Comparison]:
+def attention(rounds: int) -> list[Table]:
     """Into a cache of fixed length, of which each step sees the filled part."""
     import torch
 

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from rich.table import Table
 
-from benchmarks.timing import Comparison, Goal, main, take_turns
+from benchmarks.timing import Goal, main, ratios, take_turns
 from seqlab.mixers.attention import Attention
 from seqlab.mixers.ssm import LRU
 from seqlab.model import MLP, SequenceModel
@@ -50,20 +51,20 @@ def step(mixer: Callable[..., Any], depth: int, scanned: bool) -> tuple[Any, Any
     return jax.jit(update), params, tokens
 
 
-def scanned_layers(rounds: int) -> list[Comparison]:
-    def compare(name: str, depth: int) -> Comparison:
+def scanned_layers(rounds: int) -> list[Table]:
+    def compare(name: str, depth: int) -> Table:
         def timed(scanned: bool) -> Callable[[], Any]:
             update, params, tokens = step(MIXERS[name], depth, scanned)
             return lambda: update(params, tokens)
 
         candidates = {"unrolled": timed(False), "scan over layers": timed(True)}
         question = f"A step of {depth} layers with MLP, {name}, B={BATCH} T={LENGTH} D={WIDTH}"
-        return Comparison(question, take_turns(candidates, rounds), Goal("scan over layers", 1 / 2.7))
+        return ratios(question, take_turns(candidates, rounds), Goal("scan over layers", 1 / 2.7))
 
     return [compare(name, 8) for name in MIXERS]
 
 
-def compiling(rounds: int) -> list[Comparison]:
+def compiling(rounds: int) -> list[Table]:
     """Seconds to compile a step, without the persistent cache."""
 
     def once(name: str, depth: int) -> float:
@@ -73,9 +74,9 @@ def compiling(rounds: int) -> list[Comparison]:
         lowered.compile()
         return time.perf_counter() - start
 
-    def compare(name: str) -> Comparison:
+    def compare(name: str) -> Table:
         seconds = {f"{depth} layers": np.array([once(name, depth) for _ in range(min(rounds, 3))]) for depth in (2, 24)}
-        return Comparison(f"Compiling a step, {name}", seconds, Goal("24 layers", 1.5))
+        return ratios(f"Compiling a step, {name}", seconds, Goal("24 layers", 1.5))
 
     jax.config.update("jax_enable_compilation_cache", False)
     return [compare(name) for name in MIXERS]

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from rich.table import Table
 
-from benchmarks.timing import Comparison, Goal, main, take_turns
+from benchmarks.timing import Goal, main, ratios, take_turns
 from seqlab.mixers.minimal import MinGRU
 from seqlab.mixers.ssm import LRU
 from seqlab.recurrence import linear_recurrence
@@ -32,10 +33,10 @@ def forward_backward(function: Callable[..., Any], *arguments: Any) -> Callable[
     return partial(jax.jit(jax.grad(scalar, argnums=tuple(range(len(arguments))))), *arguments)
 
 
-def alone(rounds: int) -> list[Comparison]:
+def alone(rounds: int) -> list[Table]:
     """h_t = a_t h_{t-1} + b_t with a decay of its own at each step."""
 
-    def compare(batch: int, length: int) -> Comparison:
+    def compare(batch: int, length: int) -> Table:
         a, b = jax.nn.sigmoid(draw(length, batch, N)), draw(length, batch, N)
 
         def ours(scan: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -56,7 +57,7 @@ def alone(rounds: int) -> list[Comparison]:
         if length == 1024:
             candidates["torch associative_scan"] = torch_scan(batch, length)
         question = f"Diagonal recurrence, forward and backward, B={batch} T={length} N={N}"
-        return Comparison(question, take_turns(candidates, rounds), Goal("sequential", 1 / 3.3))
+        return ratios(question, take_turns(candidates, rounds), Goal("sequential", 1 / 3.3))
 
     return [compare(16, 1024), compare(1, 16_384)]
 
@@ -80,17 +81,17 @@ def torch_scan(batch: int, length: int) -> Callable[[], object]:
     return call
 
 
-def within_a_mixer(rounds: int) -> list[Comparison]:
+def within_a_mixer(rounds: int) -> list[Table]:
     """The whole mixer, projections included."""
 
-    def compare(name: str, mixer: Callable[..., Any], batch: int, length: int) -> Comparison:
+    def compare(name: str, mixer: Callable[..., Any], batch: int, length: int) -> Table:
         def timed(scan: str) -> Callable[[], Any]:
             graph, params = nnx.split(mixer(N, state_size=N, scan=scan, rngs=nnx.Rngs(0)))
             return forward_backward(lambda params, x: nnx.merge(graph, params)(x), params, draw(batch, length, N))
 
         candidates = {scan: timed(scan) for scan in ("associative", "sequential", "chunked")}
         question = f"{name}, forward and backward, B={batch} T={length} D=N={N}"
-        return Comparison(question, take_turns(candidates, rounds), Goal("sequential", 1 / 3.3))
+        return ratios(question, take_turns(candidates, rounds), Goal("sequential", 1 / 3.3))
 
     shapes = ((16, 1024), (1, 16_384))
     return [compare(name, mixer, *shape) for name, mixer in (("LRU", LRU), ("minGRU", MinGRU)) for shape in shapes]

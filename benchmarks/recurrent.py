@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from rich.table import Table
 
-from benchmarks.timing import Comparison, Goal, main, take_turns
+from benchmarks.timing import Goal, main, ratios, take_turns
+from seqlab.linear import Linear
 from seqlab.mixers.base import Mixer
 from seqlab.mixers.minimal import MinGRU, MinLSTM
 from seqlab.mixers.rnn import GRU, LSTM, Elman, GatedCell
@@ -46,7 +48,7 @@ def hidden(states: Any) -> jax.Array:
 
 def layer(mixer: GatedCell, x: jax.Array) -> jax.Array:
     """All states, as PyTorch's layers give them: without the read-out that a mixer adds."""
-    return hidden(unroll(mixer.advance, mixer.init_state(x.shape[1], len(x)), mixer.drive(x))[1])
+    return recomputed(jax.checkpoint_policies.dots_saveable, mixer, x)  # as `Cell.run` does
 
 
 def torch_layer(name: str) -> Callable[[], Any]:
@@ -62,19 +64,13 @@ def torch_layer(name: str) -> Callable[[], Any]:
     return call
 
 
-def beside_torch(rounds: int) -> list[Comparison]:
-    def compare(name: str, kind: type[GatedCell], times: float) -> Comparison:
+def beside_torch(rounds: int) -> list[Table]:
+    def compare(name: str, kind: type[GatedCell], times: float) -> Table:
         candidates = {f"torch.nn.{name}": torch_layer(name), "seqlab": gradient(layer, kind(D, rngs=nnx.Rngs(0)))}
         question = f"{kind.__name__} layer, forward and backward, {SHAPE}"
-        return Comparison(question, take_turns(candidates, rounds), Goal("seqlab", 1 / times))
+        return ratios(question, take_turns(candidates, rounds), Goal("seqlab", 1 / times))
 
     return [compare(name, *row) for name, row in KINDS.items()]
-
-
-def unflattened(mixer: GatedCell, x: jax.Array) -> jax.Array:
-    """Input projections over [T, B, D] in place of [T B, D]."""
-    drive = {gate: linear(x) for gate, linear in mixer.inputs.items()}
-    return hidden(unroll(mixer.advance, mixer.init_state(x.shape[1], len(x)), drive)[1])
 
 
 def in_halves(mixer: GatedCell, x: jax.Array) -> jax.Array:
@@ -102,21 +98,20 @@ def one_matrix(mixer: GRU, x: jax.Array) -> jax.Array:
     return unroll(advance, mixer.init_state(x.shape[1], len(x)), mixer.drive(x))[1]
 
 
-def ways(rounds: int) -> list[Comparison]:
+def ways(rounds: int) -> list[Table]:
     policies = jax.checkpoint_policies
     runs: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
         "seqlab": layer,
-        "projections over [T, B, D]": unflattened,
         "one recurrent matrix for all gates": one_matrix,
         "two scans, each over half of the batch": in_halves,
-        "gates recomputed, products saved": partial(recomputed, policies.dots_saveable),
+        "gates saved too": partial(recomputed, policies.everything_saveable),
         "gates and products recomputed": partial(recomputed, policies.nothing_saveable),
     }
     candidates = {name: gradient(run, GRU(D, rngs=nnx.Rngs(0))) for name, run in runs.items()}
-    return [Comparison(f"Ways to a GRU, forward and backward, {SHAPE}", take_turns(candidates, rounds))]
+    return [ratios(f"Ways to a GRU, forward and backward, {SHAPE}", take_turns(candidates, rounds))]
 
 
-def architectures(rounds: int) -> list[Comparison]:
+def architectures(rounds: int) -> list[Table]:
     mixers: dict[str, Callable[..., Mixer]] = {
         "GRU": GRU,
         "Elman": Elman,
@@ -131,10 +126,31 @@ def architectures(rounds: int) -> list[Comparison]:
         return mixer.run(mixer.init_state(B, T), x, None)[1]
 
     candidates = {name: gradient(run, mixer(D, rngs=nnx.Rngs(0))) for name, mixer in mixers.items()}
-    return [Comparison(f"Mixers, forward and backward, {SHAPE}", take_turns(candidates, rounds))]
+    return [ratios(f"Mixers, forward and backward, {SHAPE}", take_turns(candidates, rounds))]
 
 
-BENCHMARKS = {"beside_torch": beside_torch, "ways": ways, "architectures": architectures}
+def rows(rounds: int) -> list[Table]:
+    """A projection of [B, T, D] with its leading axes, and over rows, as `seqlab.linear` has it."""
+
+    def compare(batch: int, length: int, width: int, outer: int) -> Table:
+        x = jax.random.normal(jax.random.key(0), (batch, length, width))
+
+        def timed(kind: type[nnx.Linear]) -> Callable[[], Any]:
+            graph, params = nnx.split(kind(width, outer, rngs=nnx.Rngs(0)))
+
+            def value(params: nnx.State, x: jax.Array) -> jax.Array:
+                return jnp.sum(nnx.merge(graph, params)(x) ** 2)
+
+            return partial(jax.jit(jax.grad(value, argnums=(0, 1))), params, x)
+
+        candidates = {"nnx.Linear": timed(nnx.Linear), "over rows": timed(Linear)}
+        question = f"Linear, forward and backward, [{batch}, {length}, {width}] to {outer}"
+        return ratios(question, take_turns(candidates, rounds))
+
+    return [compare(64, 256, 128, 512), compare(64, 64, 64, 64)]
+
+
+BENCHMARKS = {"beside_torch": beside_torch, "ways": ways, "architectures": architectures, "rows": rows}
 
 if __name__ == "__main__":
     main("Recurrent networks", BENCHMARKS)

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+from rich.table import Table
 
-from benchmarks.timing import Comparison, Goal
+from benchmarks.timing import Goal, ratios
 
 COMMAND = ("model=ssm", "train.chunk=1")
 UNTIL_FIRST_STEP = """
@@ -22,7 +23,7 @@ main()
 """
 
 
-def second_start(rounds: int) -> list[Comparison]:
+def second_start(rounds: int) -> list[Table]:
     """The same command twice a round, the first time with an empty cache: wall time and processor time."""
     rounds = min(rounds, 3)
     wall, processor = ({name: np.zeros(rounds) for name in ("first start", "second start")} for _ in range(2))
@@ -33,8 +34,8 @@ def second_start(rounds: int) -> list[Comparison]:
     goal = Goal("second start", 0.4)
     command = f"python -m seqlab.run {COMMAND[0]}"
     return [
-        Comparison(f"From `{command}` to its first step, wall time", wall, goal),
-        Comparison(f"From `{command}` to its first step, processor time", processor, goal),
+        ratios(f"From `{command}` to its first step, wall time", wall, goal),
+        ratios(f"From `{command}` to its first step, processor time", processor, goal),
     ]
 
 

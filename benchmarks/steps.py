@@ -14,9 +14,10 @@ import numpy as np
 import optax
 from flax import nnx
 from hydra import compose, initialize_config_dir
+from rich.table import Table
 
 from benchmarks.startup import second_start
-from benchmarks.timing import Comparison, Goal, main, take_turns
+from benchmarks.timing import Goal, main, ratios, take_turns
 from seqlab.commandline import CONFIG_PATH, Job
 from seqlab.mixers.ssm import LRU
 from seqlab.recurrence import linear_recurrence
@@ -51,7 +52,7 @@ def advancing(step: Callable[[Any], Any], states: Any) -> Callable[[], Any]:
     return call
 
 
-def fused_steps(rounds: int) -> list[Comparison]:
+def fused_steps(rounds: int) -> list[Table]:
     steps = 20
     task, program = composed(*SMALL)
     one_step = jax.jit(jax.vmap(program.train_step, in_axes=(0, None)), donate_argnums=0)
@@ -84,13 +85,13 @@ def fused_steps(rounds: int) -> list[Comparison]:
         "jax.jit, a call a step": advancing(step_by_step, population(program, 1)),
         "nnx.jit, a call a step": nnx_step_by_step,
     }
-    return [Comparison(f"A step, {' '.join(SMALL)}", take_turns(candidates, rounds, steps))]
+    return [ratios(f"A step, {' '.join(SMALL)}", take_turns(candidates, rounds, steps))]
 
 
-def sampling(rounds: int) -> list[Comparison]:
+def sampling(rounds: int) -> list[Table]:
     steps, samples = 5, 200  # a sample alone is too short to be timed a few at a time
 
-    def compare(name: str) -> Comparison:
+    def compare(name: str) -> Table:
         task, program = composed(f"task={name}", "model=transformer")
 
         @jax.jit
@@ -104,12 +105,12 @@ def sampling(rounds: int) -> list[Comparison]:
         train = advancing(lambda states: program.advance(states, task, jnp.int32(steps))[0], population(program, 1))
         seconds = take_turns({"step": train, "sampling": partial(sample, jax.random.key(0))}, rounds)
         each = {"step": seconds["step"] / steps, "sampling": seconds["sampling"] / samples}
-        return Comparison(f"Sampling, task={name} model=transformer", each, Goal("sampling", 0.02))
+        return ratios(f"Sampling, task={name} model=transformer", each, Goal("sampling", 0.02))
 
     return [compare(name) for name in ("mqar", "roles", "text")]
 
 
-def scans(rounds: int) -> list[Comparison]:
+def scans(rounds: int) -> list[Table]:
     batch, length, states, width = 16, 512, 64, 64
     keys = jax.random.split(jax.random.key(0), 3)
     decay = (jnp.full(states, 0.9), jnp.full(states, 0.1))
@@ -127,7 +128,7 @@ def scans(rounds: int) -> list[Comparison]:
     def mixer(scan: str, params: nnx.State, x: jax.Array) -> Any:
         return nnx.merge(mixers[scan][0], params)(x)
 
-    def compare(what: str, function: Callable[..., Any], arguments: Any, backward: bool) -> Comparison:
+    def compare(what: str, function: Callable[..., Any], arguments: Any, backward: bool) -> Table:
         def timed(scan: str) -> Callable[[], object]:
             def scalar(*arguments: Any) -> Any:
                 # a square, since the gradient of a sum would not need the states
@@ -139,7 +140,7 @@ def scans(rounds: int) -> list[Comparison]:
         candidates = {scan: timed(scan) for scan in SCANS}
         passes = "forward and backward" if backward else "forward"
         shape = f"B={batch} T={length} N={states} complex"
-        return Comparison(f"{what}, {passes}, {shape}", take_turns(candidates, rounds))
+        return ratios(f"{what}, {passes}, {shape}", take_turns(candidates, rounds))
 
     kinds = (
         ("Linear recurrence", recurrence, (decay, drive)),
@@ -148,7 +149,7 @@ def scans(rounds: int) -> list[Comparison]:
     return [compare(*kind, backward) for kind in kinds for backward in (False, True)]
 
 
-def scored_positions(rounds: int) -> list[Comparison]:
+def scored_positions(rounds: int) -> list[Table]:
     overrides = ("model=transformer", "task.vocab_size=8192", "train.batch_size=16")
     task, program = composed(*overrides)
     params = nnx.state(program.build(rngs=nnx.Rngs(0)))
@@ -168,13 +169,13 @@ def scored_positions(rounds: int) -> list[Comparison]:
         "logits at scored positions": partial(jax.jit(jax.grad(at_scored)), params),
         "logits at every position": partial(jax.jit(jax.grad(everywhere)), params),
     }
-    return [Comparison(f"Loss and gradient, {' '.join(overrides)}", take_turns(candidates, rounds))]
+    return [ratios(f"Loss and gradient, {' '.join(overrides)}", take_turns(candidates, rounds))]
 
 
-def populations(rounds: int) -> list[Comparison]:
+def populations(rounds: int) -> list[Table]:
     steps, members = 5, 4
 
-    def compare(model: str) -> Comparison:
+    def compare(model: str) -> Table:
         task, program = composed(f"model={model}")
 
         def advance(states: TrainState) -> TrainState:
@@ -187,7 +188,7 @@ def populations(rounds: int) -> list[Comparison]:
             "population of 4": advancing(advance, population(program, members)),
             "4 single runs": advancing(one_by_one, [population(program, 1) for _ in range(members)]),
         }
-        return Comparison(f"A member's step, model={model}", take_turns(candidates, rounds, steps * members))
+        return ratios(f"A member's step, model={model}", take_turns(candidates, rounds, steps * members))
 
     return [compare(model) for model in ("gru", "ssm", "transformer")]
 

@@ -23,31 +23,19 @@ class Goal:
     ratio: float
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Seconds of each candidate in each round; the ratios are to the first candidate's time of the same round."""
+def ratios(question: str, seconds: Mapping[str, Float[np.ndarray, " rounds"]], goal: Goal | None = None) -> Table:
+    """Candidates, their milliseconds, their ratios to the first one's time in the same round: median [lowest, highest].
 
-    question: str
-    seconds: Mapping[str, Float[np.ndarray, " rounds"]]
-    goal: Goal | None = None
-
-    def ratio(self, candidate: str) -> Float[np.ndarray, " rounds"]:
-        return self.seconds[candidate] / next(iter(self.seconds.values()))
-
-    @property
-    def verdict(self) -> str:
-        """`met`, `MISSED`, or nothing where there is no goal."""
-        if self.goal is None:
-            return ""
-        met = np.median(self.ratio(self.goal.candidate)) < self.goal.ratio
-        return f"{self.goal.candidate} < {self.goal.ratio:.3g}: {'met' if met else 'MISSED'}"
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Candidate, its milliseconds, its ratio to the first: each as median [lowest, highest]."""
-        return [
-            (name, _spread(1e3 * seconds), "1" if i == 0 else _spread(self.ratio(name)))
-            for i, (name, seconds) in enumerate(self.seconds.items())
-        ]
+    The caption says whether the goal is met.
+    """
+    first = next(iter(seconds.values()))
+    table = Table("candidate", "milliseconds", "ratio", title=question)
+    for i, (name, times) in enumerate(seconds.items()):
+        table.add_row(name, _spread(1e3 * times), _spread(times / first) if i else "1")
+    if goal is not None:
+        met = np.median(seconds[goal.candidate] / first) < goal.ratio
+        table.caption = f"{goal.candidate} < {goal.ratio:.3g}: {'met' if met else 'MISSED'}"
+    return table
 
 
 def take_turns(
@@ -77,21 +65,15 @@ def machine() -> str:
     )
 
 
-def as_table(comparison: Comparison) -> Table:
-    table = Table("candidate", "milliseconds", "ratio", title=comparison.question, caption=comparison.verdict)
-    for row in comparison.rows():
-        table.add_row(*row)
-    return table
+def as_markdown(table: Table) -> str:
+    columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    header, *rows = (f"| {' | '.join(row)} |" for row in zip(*columns, strict=True))
+    caption = [f"\nGoal: {table.caption}."] if table.caption else []
+    return "\n".join([f"**{table.title}**\n", header, "|---" * len(columns) + "|", *rows, *caption, ""])
 
 
-def as_markdown(comparison: Comparison) -> str:
-    rows = "\n".join(f"| {' | '.join(row)} |" for row in comparison.rows())
-    heading = f"**{comparison.question}**\n\n| candidate | milliseconds | ratio |\n|---|---|---|\n{rows}\n"
-    return heading + (f"\nGoal: {comparison.verdict}.\n" if comparison.verdict else "")
-
-
-def main(title: str, benchmarks: Mapping[str, Callable[[int], list[Comparison]]]) -> None:
-    """The command line of a file of benchmarks, each of which compares in so many rounds."""
+def main(title: str, benchmarks: Mapping[str, Callable[[int], list[Table]]]) -> None:
+    """The command line of a file of benchmarks, each of which gives tables from so many rounds."""
     parser = argparse.ArgumentParser(description="Prints ratios of times.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(benchmarks)}; none: all")
     parser.add_argument("--rounds", type=int, default=9, help="how often each candidate is timed")
@@ -104,9 +86,9 @@ def main(title: str, benchmarks: Mapping[str, Callable[[int], list[Comparison]]]
     report = [f"# {title}\n\n{machine()}. Each number is a median [lowest, highest]; lower is better.\n"]
     console.print(machine())
     for name in options.names or benchmarks:
-        for comparison in benchmarks[name](options.rounds):
-            console.print(as_table(comparison))
-            report.append(as_markdown(comparison))
+        for table in benchmarks[name](options.rounds):
+            console.print(table)
+            report.append(as_markdown(table))
     if options.write:
         options.write.write_text("\n".join(report))
 

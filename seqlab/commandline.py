@@ -182,6 +182,8 @@ def _unknown_name() -> str | None:
     branches = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
     for override in overrides:
         key = override.key_or_group
+        if key == "pattern" and key not in keys:
+            return "pattern= is a word of model=hybrid"
         if override.is_add() or key.startswith("hydra") or key in {*GROUPS, *keys, *branches}:
             continue
         return f"{key} is unknown; {_nearest(key, [*GROUPS, *keys])}"
@@ -232,25 +234,33 @@ def fill_pattern(config: DictConfig) -> None:
     """
     if "pattern" not in config:
         return
-    names = config.pattern if isinstance(config.pattern, ListConfig) else [config.pattern]
-    models = GlobalHydra.instance().config_loader().get_group_options("model")
+    names = list(config.pattern if isinstance(config.pattern, ListConfig) else [config.pattern])
+    if not names:
+        raise ValueError("pattern=[] names no model; use one or more, as in pattern=[ssm,attention]")
+    models = [m for m in GlobalHydra.instance().config_loader().get_group_options("model") if m != "hybrid"]
     for name in [*names, *config.model.parts]:
-        if name not in models or name == "hybrid":
-            raise ValueError(f"pattern={_text(list(names))}: {name} is no model; {_nearest(str(name), models)}")
+        if name not in models:
+            raise ValueError(f"pattern={_text(names)}: {name} is no model of its own; {_nearest(str(name), models)}")
     parts = {name: compose("config", [f"model={name}"]).model for name in dict.fromkeys(names)}
+    shared = set(config.model)
     for name, changes in config.model.parts.items():
         if name not in parts:
-            raise ValueError(f"model.parts.{name} is not in pattern={_text(list(names))}")
-        for key, _ in leaves(OmegaConf.to_container(changes)):
-            if OmegaConf.select(parts[name], key) is None:
-                words = [word for word, _ in leaves(OmegaConf.to_container(parts[name])) if "build" not in word]
-                raise ValueError(f"model.parts.{name}.{key} is unknown; {_nearest(key, words)}")
+            raise ValueError(f"model.parts.{name} is not in pattern={_text(names)}")
+        if not isinstance(changes, DictConfig):
+            raise ValueError(f"model.parts.{name}={changes} sets no word; write model.parts.{name}.WORD=VALUE")
+        words, asked = (dict(leaves(OmegaConf.to_container(tree))) for tree in (parts[name], changes))
+        own = {word: value for word, value in words.items() if word.split(".")[0] not in shared}
+        for word, value in asked.items():
+            if word not in own:
+                raise ValueError(f"model.parts.{name}.{word} is unknown; {_nearest(word, list(own))}")
+            _check_kind(f"model.parts.{name}.{word}", value, own[word])
         parts[name] = OmegaConf.merge(parts[name], changes)
     with open_dict(config):
         config.model.parts = parts
         config.model.build.mixer = [f"${{model.parts.{name}.build.mixer}}" for name in names]
         if config.model.depth is None:
             config.model.depth = len(names)
+        _check_kind("model.depth", config.model.depth, len(names))
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -268,7 +278,7 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
     if default is None or isinstance(default, str) or interpolated:
         return
     if isinstance(default, bool):
-        fits = isinstance(value, bool | str)  # model.bidirectional=concat
+        fits = isinstance(value, bool) or (key == "model.bidirectional" and isinstance(value, str))
     elif isinstance(default, int | float):
         fits = isinstance(value, int if isinstance(default, int) else int | float) and not isinstance(value, bool)
     else:
@@ -287,8 +297,9 @@ def _directory_name(differences: Mapping[str, Any]) -> str:
     """
     if not differences:
         return "defaults"
-    exact = ",".join(f"{key}={_text(value)}" for key, value in sorted(differences.items()))
-    name = re.sub(r"[^\w.,=\-+\[\]]", "_", exact)
+    plain = {k: "+".join(map(str, v)) if isinstance(v, list) else v for k, v in differences.items()}
+    exact = ",".join(f"{key}={value}" for key, value in sorted(plain.items()))
+    name = re.sub(r"[^\w.,=\-+]", "_", exact)
     if name != exact or len(name) > 150:
         name = f"{name[:140]}-{sha256(exact.encode()).hexdigest()[:8]}"
     return name

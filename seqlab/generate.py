@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from seqlab.commandline import OK, REFUSED, Job
 from seqlab.model import SequenceModel
@@ -75,7 +75,7 @@ def sample(
     top_p: int | float | None = None,
 ) -> Int[Array, " B"]:
     """One token of each row; see `generate`."""
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature={temperature} must be 0 or more")
     if top_k is not None and not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"top_k={top_k} must be from 1 to the {logits.shape[1]} tokens of the vocabulary")
@@ -105,6 +105,7 @@ def load(directory: Path, member: int) -> tuple[SequenceModel, Task]:
     if not file.exists():
         raise ValueError(f"{directory} is no run: it has no {CONFIG_FILE}; train one with python -m seqlab.run")
     config = OmegaConf.load(file)
+    assert isinstance(config, DictConfig)
     job = Job(config, {"model": "", "task": ""}, directory, "")
     task, program = build(job)
     if digest(task) != config[DATA]:

@@ -91,9 +91,8 @@ class Sinusoidal(Position):
     def embed(self, x: Stream, positions: Positions, params: Params = None) -> Stream:
         width = x.shape[-1]
         angles = _angles(positions, self.base ** (-2.0 * np.arange((width + 1) // 2) / width))
-        waves = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*positions.shape, width + width % 2)[
-            ..., :width
-        ]
+        pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+        waves = pairs.reshape(*positions.shape, width + width % 2)[..., :width]
         return x + jnp.broadcast_to(waves, x.shape).astype(x.dtype)
 
 

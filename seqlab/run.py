@@ -84,6 +84,8 @@ def build(job: Job) -> tuple["Task", "Program"]:
     except TypeError as error:  # an argument that a constructor does not know
         raise ValueError(f"model={job.choices['model']} cannot be built: {error}") from error
     task = task.asked_of(causal)
+    for length in (task.length, *getattr(task, "eval_lengths", ())):
+        program.abstract_model.position.admit(length)
     schedule(job)
     for measure in map(instantiate, config.measure.values()):
         if not isinstance(task, measure.task_type):
@@ -102,6 +104,8 @@ def resolved(job: Job) -> DictConfig:
 def check_directory(job: Job) -> None:
     """Raises ValueError where the run's directory holds a run of another configuration."""
     file = job.directory / CONFIG_FILE
+    if set("[]*?") & set(str(job.directory.absolute())):  # Orbax would take it for a pattern and lose the checkpoint
+        raise ValueError(f"{job.directory.absolute()} has one of []*? in it, with which no checkpoint can be kept")
     if job.config.overwrite or not file.exists():
         return
     before, now = (dict(leaves(OmegaConf.to_container(tree))) for tree in (OmegaConf.load(file), resolved(job)))

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import io
+import logging
 import os
 import shlex
 import sys
@@ -85,6 +86,9 @@ def command():
                 code = seqlab.commandline.launch(run)
             except SystemExit as stop:
                 code = stop.code
+        for logger in logging.root.manager.loggerDict.values():  # Hydra sets up logging anew, without those it finds
+            if isinstance(logger, logging.Logger):
+                logger.disabled = False
         return Typed(code, error.getvalue().splitlines())
 
     return type_in

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 CONF = Path(__file__).parents[1] / "conf"
 CHOICES = {
@@ -20,6 +21,30 @@ REFUSED = {
     "model=transformr": ("model=transformr", "transformer"),
     "model=qqq": ("model=qqq", f"use {CHOICES['model']}"),
     "task=mqarr": ("task=mqarr", "mqar"),
+    # patterns and their parts
+    "model=hybrid pattern=[ssm,gruu]": ("gruu is no model", "gru?"),
+    "model=hybrid pattern=[hybrid]": ("hybrid is no model of its own", "transformer"),
+    "model=hybrid pattern=[]": ("pattern=[]", "pattern=[ssm,attention]"),
+    "pattern=[ssm]": ("pattern=", "model=hybrid"),
+    "model=hybrid pattern=[ssm,ssm,gru] model.depth=4": ("model.depth=4", "model.depth=3"),
+    "model=hybrid model.depth=0": ("model.depth=0", "at least 1"),
+    "model=hybrid +model.parts.ssm.state=8": ("model.parts.ssm.state ", "state_size"),
+    "model=hybrid +model.parts.ssm.width=8": ("model.parts.ssm.width", "state_size"),  # what all parts share
+    "model=hybrid +model.parts.ssm.state_size=-3": ("model.parts.ssm.state_size=-3", "at least 1"),
+    "model=hybrid +model.parts.ssm=3": ("model.parts.ssm=3", "model.parts.ssm.WORD=VALUE"),
+    "model=hybrid +model.parts.gru.state_size=3": ("model.parts.gru", "pattern=[ssm,attention]"),
+    # what does not go together
+    "model=transformer position=rope model.heads=64": ("model.width / model.heads", "even"),
+    "model=transformer model.kv_heads=3": ("model.kv_heads=3", "[1, 2, 4]"),
+    "model=sliding_window model.window=0": ("model.window=0", "at least 1"),
+    "model=mamba model.eigenvalue_range=[0,2]": ("model.eigenvalue_range=[0, 2]", "[-1,1]"),
+    "model=mamba2 model.heads=3": ("model.heads=3", "[1, 2, 4"),
+    "model=ssm chunk=0": ("chunk=0", "at least 1"),
+    "model.tied=no": ("model.tied=no", "False"),
+    "model=gru position=t5": ("position=t5", "position=none"),
+    "model=gru position=learned position.length=40": ("T=64", "position.length=64"),
+    "model=gru position=learned position.length=70 task.eval_lengths=[128]": ("T=128", "position.length=128"),
+    "runs=a[b]": ("a[b]", "checkpoint"),
     "position=ropes": ("position=ropes", "rope"),
     "optimizer=sgd": ("optimizer=sgd", "adamw"),
     "experiment=smok": ("experiment=smok", "smoke"),
@@ -122,7 +147,7 @@ def job_of(command, tmp_path, line):
         ("train.steps=300 model=transformer position=rope", "mqar/transformer/position=rope,train.steps=300"),
         ("position=rope model=transformer train.steps=300", "mqar/transformer/position=rope,train.steps=300"),
         ("task=roles model.width=32 seed=7", "roles/ssm/model.width=32,seed=7"),
-        ("population.learning_rates=[1e-3,3e-3]", "mqar/ssm/population.learning_rates=[0.001,0.003]"),
+        ("population.learning_rates=[1e-3,3e-3]", "mqar/ssm/population.learning_rates=0.001+0.003"),
     ],
 )
 def test_a_directory_is_named_by_what_differs_from_the_defaults(command, tmp_path, line, name):
@@ -146,6 +171,19 @@ def test_an_experiment_is_named_by_what_it_sets(command, tmp_path):
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "experiment" / "short.yaml").write_text("# @package _global_\ntrain: {steps: 7}\n")
     assert job_of(command, tmp_path, "--config-dir mine experiment=short").name == "mqar/ssm/train.steps=7"
+
+
+def test_a_hybrid_takes_its_mixers_from_the_models_that_its_pattern_names(command, tmp_path):
+    job = job_of(command, tmp_path, "model=hybrid pattern=[ssm,ssm,attention] +model.parts.ssm.state_size=9")
+    assert job.name == "mqar/hybrid/model.parts.ssm.state_size=9,pattern=ssm+ssm+attention"
+    model = OmegaConf.to_container(job.config.model, resolve=True)
+    ssm, again, attention = model["build"]["mixer"]
+    assert ssm == again and ssm["_target_"].endswith("LRU") and ssm["state_size"] == 9
+    assert attention["_target_"].endswith("Attention") and attention["heads"] == 4
+    assert model["depth"] == model["build"]["depth"] == 3
+    # a word whose default is null
+    windowed = job_of(command, tmp_path, "model=hybrid +model.parts.attention.window=5").config
+    assert windowed.model.build.mixer[1].window == 5
 
 
 def test_an_interpolation_is_typed_back_as_it_was(command, tmp_path):

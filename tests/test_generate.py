@@ -81,6 +81,7 @@ def test_tokens_are_drawn_with_their_probabilities(settings, p):
     ("settings", "message"),
     [
         ({"temperature": -1.0}, r"^temperature=-1\.0 must be 0 or more$"),
+        ({"temperature": float("nan")}, r"^temperature=nan must be 0 or more$"),
         ({"top_k": 0}, r"^top_k=0 must be from 1 to the 11 tokens"),
         ({"top_k": 12}, r"^top_k=12 must be from 1 to the 11 tokens"),
         ({"top_p": 0.0}, r"^top_p=0\.0 must be above 0"),
@@ -120,7 +121,7 @@ def test_a_trained_run_goes_on_from_words(run_directory, capsys):
     ("words", "message"),
     [
         (["--prompt", "dog barked"], "'barked' is not in the vocabulary: "),
-        (["--prompt", ""], "'' is not in the vocabulary: "),
+        (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "dog", "--member", "9"], "member=9: "),
         (["--prompt", "dog", "--top-k", "0"], "top_k=0 must be"),
     ],

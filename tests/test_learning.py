@@ -9,6 +9,8 @@ import pytest
 
 from seqlab.measures.text import BitsPerByte
 from seqlab.mixers.attention import Attention
+from seqlab.mixers.delta import GatedDeltaNet
+from seqlab.mixers.mamba import Mamba2
 from seqlab.mixers.rnn import GRU
 from seqlab.mixers.ssm import LRU
 from seqlab.model import SequenceModel
@@ -42,6 +44,23 @@ def test_a_transformer_of_two_layers_recalls():
     program, states = trained(task, build, 3e-3, steps=500, batch_size=64, members=2)
     accuracy = program.evaluate(states, task, jax.random.key(0), 64, "test")["accuracy"]  # 16,384 answers
     assert (accuracy > 0.99).all(), accuracy
+
+
+ONE_LAYER = {
+    "attention": partial(SequenceModel, convolution=3, mixer=partial(Attention, heads=2)),
+    "mamba2": partial(SequenceModel, mixer=partial(Mamba2, heads=2, state_size=32)),
+    "gated_deltanet": partial(SequenceModel, mixer=partial(GatedDeltaNet, heads=2)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_one_layer_recalls_after_a_short_convolution(name):
+    """It puts key and value side by side, for which attention alone needs a layer (Arora et al. 2023, sec. 4.3)."""
+    task = MQAR(length=32, pairs=4, vocab_size=65)
+    build = partial(ONE_LAYER[name], width=64, depth=1)
+    program, states = trained(task, build, 3e-3, steps=500, batch_size=64, members=2)
+    accuracy = program.evaluate(states, task, jax.random.key(0), 64, "test")["accuracy"]
+    assert (accuracy > 0.98).all(), accuracy
 
 
 @pytest.mark.parametrize("mixer", [GRU, partial(LRU, state_size=32)], ids=["gru", "ssm"])

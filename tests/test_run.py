@@ -83,7 +83,7 @@ def test_results_have_the_schema_that_the_readme_documents(finished):
     for measure in results["measures"].values():
         assert np.shape(measure["values"]) == (2, *(len(axis) for axis in measure["axes"].values()))
     assert [m["metrics"]["accuracy"] for m in results["members"]] == results["measures"]["accuracy"]["values"]
-    assert set(results["controls"]) == {"future", "order", "shift", "padding", "token_by_token"}
+    assert set(results["controls"]) == {"future", "order", "shift", "padding", "packing", "token_by_token"}
     assert all(control["holds"] for control in results["controls"].values())
     cost = results["cost"]
     assert set(cost) == set(KEYS["cost"].split(", "))

@@ -53,11 +53,11 @@ class Attention(Mixer):
             raise ValueError(
                 f"model.heads={heads} cannot share model.kv_heads={kv_heads}; kv_heads that fit: {divisors(heads)}"
             )
-        if window is not None and window < 1:
+        if window is not None and not (isinstance(window, int) and window >= 1):
             raise ValueError(f"model.window={window} shows a token nothing; use at least 1, or null for no window")
         if not temperature > 0:
             raise ValueError(f"model.temperature={temperature} must be above 0")
-        if soft_cap is not None and not soft_cap > 0:
+        if soft_cap is not None and not (isinstance(soft_cap, int | float) and soft_cap > 0):
             raise ValueError(f"model.soft_cap={soft_cap} must be above 0, or null for no cap")
         self.heads, self.causal, self.window = heads, causal, window
         self.position, self.temperature, self.soft_cap = position, temperature, soft_cap
@@ -106,7 +106,7 @@ class Attention(Mixer):
             soft_cap=None if self.soft_cap is None else self.soft_cap / t,
             bias=bias if bias is None or t == 1 else lambda query, key: bias(query, key) / t,
         )
-        return self.out(mixed.reshape(*mixed.shape[:2], -1))
+        return self.out(mixed.reshape(*mixed.shape[:2], self.heads * self.head_width))
 
     def __call__(self, x: Stream, places: Places | None = None) -> Stream:
         places = places or Places.along(x.shape[1])

@@ -44,7 +44,7 @@ class Mixer(nnx.Module):
         """Mixes whole sequences."""
 
     def init_state(self, batch: int, max_length: int) -> State:
-        """The state before the first token, good for `max_length` tokens."""
+        """The state before the first token, good for `max_length` tokens; what keeps tokens then forgets the oldest."""
         raise NoStepError(f"{type(self).__name__} has no token-by-token form; use a causal model that has one")
 
     def prefill(self, state: State, x: Stream, places: Places | None = None) -> tuple[State, Stream]:

@@ -110,7 +110,9 @@ class Hyena(Recurrent):
     def prefill(self, state: State, x: Stream, places: Places | None = None) -> tuple[State, Stream]:
         size = state["long"][0].shape[1]
         if x.shape[1] > size:
-            raise ValueError(f"{x.shape[1]} tokens do not fit the cache of {size}; init_state(batch, max_length=...)")
+            raise ValueError(
+                f"{x.shape[1]} tokens do not fit the cache of {size}; use init_state(batch, max_length={x.shape[1]})"
+            )
         return super().prefill(state, x, places)
 
     def run(self, state: State, x: Float[Array, "T B D"], marks: Marks | None) -> tuple[State, Float[Array, "T B D"]]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from seqlab.linear import Linear
 from seqlab.matrix_memory import linear_attention
-from seqlab.mixers.base import Recurrence, Recurrent, negative
+from seqlab.mixers.base import Recurrence, Recurrent, divisors, head_width, negative
 from seqlab.mixers.convolution import ShortConvolution
 from seqlab.recurrence import Marks, chosen, chunks, linear_recurrence
 from seqlab.types import PRNGKey, State
@@ -163,10 +163,9 @@ class Mamba2(Recurrent):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         inner = expand * width
-        if inner % heads or heads % groups:
-            raise ValueError(
-                f"{inner} channels do not split into heads={heads}, or those into groups={groups}; use divisors"
-            )
+        head_width(inner, heads, f"{expand} x model.width")
+        if heads % groups:
+            raise ValueError(f"model.heads={heads} cannot share groups={groups}; groups that fit: {divisors(heads)}")
         self.state_size, self.heads, self.groups, self.scan, self.chunk = state_size, heads, groups, scan, chunk
         mixed = inner + 2 * groups * state_size
         self.inputs = Linear(width, mixed, use_bias=False, rngs=rngs)

@@ -25,7 +25,7 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Raises ValueError where a word is unknown."""
         number = {word: i for i, word in enumerate(self.words)}
-        words = text.split(self.separator) if self.separator else list(text)
+        words = text.split() if self.separator else list(text)
         for word in words:
             if word not in number:
                 known = self.words if self.size <= 40 else (*self.words[:20], "...", *self.words[-3:])

@@ -92,9 +92,9 @@ def test_a_transformer_costs_its_matrices_and_its_scores(depth, expansion, score
     projections = 2 * length * (4 + 2 * expansion) * width**2
     scores = 2 * 2 * length**2 * width  # q k and a v, the future included
     products = depth * (projections + scores) + 2 * scored * width * vocab
-    # a score: scaled, replaced, less the maximum (two), exponentiated, over the sum (two), replaced
-    by_score = 8 * heads * length**2
-    by_token = norm(width) + 4 * width + width  # four biases, the residual
+    # a score: scaled, replaced, less the maximum (two), exponentiated, summed
+    by_score = 6 * heads * length**2
+    by_token = norm(width) + width + 4 * width + width  # over the sum, four biases, the residual
     if expansion:  # a bias and a gelu of eight; the other bias, the residual
         by_token += norm(width) + 9 * expansion * width + 2 * width
     elementwise = depth * (by_score + length * by_token) + length * norm(width)

@@ -269,8 +269,8 @@ def test_an_unknown_range_of_eigenvalues_is_named(wrong):
         (Mamba, {"chunk": 0}, "chunk=0 must be at least 1"),
         (Mamba, {"convolution": 0}, "a convolution over 0 tokens"),
         (Mamba2, {"groups": 0}, "groups=0 must be at least 1"),
-        (Mamba2, {"heads": 3}, "40 channels do not split into heads=3"),
-        (Mamba2, {"heads": 4, "groups": 3}, "or those into groups=3"),
+        (Mamba2, {"heads": 3}, r"2 x model\.width=40 cannot be split into model\.heads=3"),
+        (Mamba2, {"heads": 4, "groups": 3}, "model.heads=4 cannot share groups=3"),
     ],
 )
 def test_sizes_that_leave_nothing_or_do_not_divide_are_named(kind, options, message):
