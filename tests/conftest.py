@@ -86,6 +86,7 @@ def command():
                 code = seqlab.commandline.launch(run)
             except SystemExit as stop:
                 code = stop.code
+        logging.root.setLevel(logging.WARNING)
         for logger in logging.root.manager.loggerDict.values():  # Hydra sets up logging anew, without those it finds
             if isinstance(logger, logging.Logger):
                 logger.disabled = False

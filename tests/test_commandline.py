@@ -44,7 +44,7 @@ REFUSED = {
     "model=gru position=t5": ("position=t5", "position=none"),
     "model=gru position=learned position.length=40": ("T=64", "position.length=64"),
     "model=gru position=learned position.length=70 task.eval_lengths=[128]": ("T=128", "position.length=128"),
-    "runs=a[b]": ("a[b]", "checkpoint"),
+    "'runs=\"a[b]\"'": ("a[b]", "no checkpoint can be kept"),
     "position=ropes": ("position=ropes", "rope"),
     "optimizer=sgd": ("optimizer=sgd", "adamw"),
     "experiment=smok": ("experiment=smok", "smoke"),
