@@ -9,7 +9,6 @@ import pytest
 
 from seqlab.measures.text import BitsPerByte
 from seqlab.mixers.attention import Attention
-from seqlab.mixers.delta import GatedDeltaNet
 from seqlab.mixers.mamba import Mamba2
 from seqlab.mixers.rnn import GRU
 from seqlab.mixers.ssm import LRU
@@ -49,7 +48,6 @@ def test_a_transformer_of_two_layers_recalls():
 ONE_LAYER = {
     "attention": partial(SequenceModel, convolution=3, mixer=partial(Attention, heads=2)),
     "mamba2": partial(SequenceModel, mixer=partial(Mamba2, heads=2, state_size=32)),
-    "gated_deltanet": partial(SequenceModel, mixer=partial(GatedDeltaNet, heads=2)),
 }
 
 
