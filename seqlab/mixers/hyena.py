@@ -6,8 +6,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from seqlab.convolution import long_convolution
 from seqlab.linear import Linear
+from seqlab.long_convolution import long_convolution
 from seqlab.mixers.base import Recurrence, Recurrent
 from seqlab.mixers.convolution import ShortConvolution, age, last_inputs
 from seqlab.recurrence import Marks

@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from seqlab.convolution import modal_recurrence
 from seqlab.linear import Linear
+from seqlab.long_convolution import modal_recurrence
 from seqlab.mixers.base import Recurrence, Recurrent
 from seqlab.recurrence import Marks, linear_recurrence, multiply
 from seqlab.types import State

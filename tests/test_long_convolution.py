@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from seqlab.convolution import DENSE, causal_convolution, long_convolution, modal_recurrence
+from seqlab.long_convolution import DENSE, causal_convolution, long_convolution, modal_recurrence
 from seqlab.recurrence import Marks
 
 B, D = 3, 2
