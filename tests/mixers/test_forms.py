@@ -54,6 +54,7 @@ def distance(y, reference):
     return np.linalg.norm(y - reference) / max(np.linalg.norm(reference), 1e-30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [("associative", 64), ("chunked", 7)], ids=str)
 @pytest.mark.parametrize("name", SCANNED)
 def test_every_form_gives_the_outputs_and_gradients_of_the_step_by_step_one(name, form):
@@ -91,6 +92,7 @@ BF16 = 0.03
 """Relative L2. Some 20 roundings of 2^-9 one after another, each of its own sign: sqrt(20) 2^-9 = .009, times three."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_pass_in_bfloat16_costs_its_roundings(name):
     mixer = build(name)
