@@ -12,7 +12,8 @@ from seqlab.mixers.rglru import RGLRU
 from seqlab.mixers.rnn import GRU, LSTM, Elman
 from seqlab.mixers.ssm import LRU, S4D, S5
 from seqlab.mixers.xlstm import MLSTM, SLSTM
-from seqlab.positions import T5, ALiBi, Learned, LinearRoPE, NoPosition, NTKRoPE, RoPE, Sinusoidal, YaRN
+from seqlab.positions import T5, ALiBi, Learned, NoPosition, Sinusoidal
+from seqlab.rotary import LinearRoPE, NTKRoPE, RoPE, YaRN
 
 SCANNED = {
     "ssm": partial(LRU, state_size=6),

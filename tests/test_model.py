@@ -14,7 +14,8 @@ from seqlab.mixers.base import Mixer, Recurrence
 from seqlab.mixers.rnn import GRU, LSTM, Elman
 from seqlab.mixers.ssm import LRU
 from seqlab.model import MLP, SequenceModel, SwiGLU, compute_in, drop
-from seqlab.positions import NoPosition, RoPE, Sinusoidal
+from seqlab.positions import NoPosition, Sinusoidal
+from seqlab.rotary import RoPE
 from seqlab.types import Places, Stream
 
 B, T, D, V, L = 2, 6, 8, 11, 3

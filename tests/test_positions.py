@@ -12,7 +12,8 @@ from hydra.utils import instantiate
 
 from seqlab.mixers.rnn import Elman
 from seqlab.model import SequenceModel
-from seqlab.positions import T5, ALiBi, Learned, LinearRoPE, NoPosition, NTKRoPE, Position, RoPE, Sinusoidal, YaRN
+from seqlab.positions import T5, ALiBi, Learned, NoPosition, Position, Sinusoidal
+from seqlab.rotary import LinearRoPE, NTKRoPE, RoPE, YaRN
 
 POSITIONS = np.array([0, 1, 2, 3, 17, 50, 99, 100])
 T = len(POSITIONS)

@@ -12,7 +12,8 @@ from seqlab.mixers.attention import Attention
 from seqlab.mixers.base import Mixer, NoStepError
 from seqlab.mixers.rnn import GRU
 from seqlab.model import SequenceModel
-from seqlab.positions import NoPosition, Position, RoPE, Sinusoidal
+from seqlab.positions import NoPosition, Position, Sinusoidal
+from seqlab.rotary import RoPE
 from seqlab.tasks.mqar import MQAR
 
 TASK = MQAR(length=8, pairs=2, vocab_size=17)

@@ -13,7 +13,8 @@ from flax import nnx
 from seqlab.mixers.attention import Attention
 from seqlab.mixers.base import NoStepError
 from seqlab.model import compute_in
-from seqlab.positions import T5, ALiBi, NoPosition, Position, RoPE
+from seqlab.positions import T5, ALiBi, NoPosition, Position
+from seqlab.rotary import RoPE
 from seqlab.types import Places
 
 NONE = NoPosition()
