@@ -4,19 +4,16 @@ Imports neither JAX nor anything that does, so that --help and refusals answer a
 """
 
 import difflib
-import os
 import re
 import shlex
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
@@ -25,12 +22,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-GROUPS = ("task", "model", "position", "norm", "mlp", "optimizer", "train", "measure", "experiment")
-NOT_PART_OF_THE_RUN = ("runs", "overwrite")
+GROUPS = ("task", "model", "position", "norm", "mlp", "optimizer", "train", "measure", "match", "mesh", "experiment")
+NOT_PART_OF_THE_RUN = ("runs", "overwrite", "mesh", "distributed", "population.max_parallel")
 """Keys that say where and whether, not what: they neither name a run nor bind its checkpoints."""
 
 OK, FAILED, REFUSED, DIVERGED = 0, 1, 2, 3
@@ -59,83 +55,32 @@ class RefusedError(Exception):
     """Bad input: one line that names the value and what would work. Nothing was written."""
 
 
-def launch(run: Callable[[Job], int]) -> int:
-    """Composes what `sys.argv` asks for and calls `run` on each job; returns the exit code.
-
-    Bad input gets one line on standard error, a bug its traceback; in a sweep the other jobs go on, and what went wrong
-    is listed again at the end.
-    """
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors arrive here and not as Hydra's own print-out
-    sys.path.insert(0, str(Path.cwd()))  # where a user's own classes lie: a console script does not look there itself
-    outcomes: list[tuple[str, int, str]] = []
-
-    def job(config: DictConfig) -> None:
-        # unresolved: what was typed as `${...}` stays
-        typed = shlex.join(map(str, OmegaConf.to_container(HydraConfig.get().overrides.task) or ()))
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            say(f"[{len(outcomes) + 1}] {typed}")
-
-        def call() -> int:
-            with refusals():
-                asked = _job(config, typed)
-            return run(asked)
-
-        code, reason = _outcome(call)
-        outcomes.append((typed, code, reason))
-        if code > 128:  # stopped by a signal: so is the sweep
-            raise SystemExit(code)
-
-    def compose_and_run() -> int:
-        with refusals():
-            hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name="config")(job)()
-        return OK
-
-    code, _ = _outcome(compose_and_run)
-    if len(outcomes) > 1:
-        bad = [outcome for outcome in outcomes if outcome[1] != OK]
-        say(f"{len(outcomes) - len(bad)} of {len(outcomes)} runs finished")
-        for typed, _, reason in bad:
-            say(f"  {typed}: {reason}")
-    return max([code, *(outcome[1] for outcome in outcomes)])
-
-
 @contextmanager
 def refusals() -> Iterator[None]:
     """Within, what cannot be composed, does not fit together or cannot be opened is bad input."""
     try:
         yield
     except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
-        raise RefusedError(_one_line(error)) from error
+        raise RefusedError(one_line(error)) from error
+
+
+def typed_words() -> str:
+    """The current job as typed: unresolved, so that `${...}` stays."""
+    return shlex.join(map(str, OmegaConf.to_container(HydraConfig.get().overrides.task) or ()))
 
 
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _outcome(call: Callable[[], int]) -> tuple[int, str]:
-    """The exit code of a call and, where it is not 0, why."""
-    try:
-        code = call()
-    except RefusedError as refused:
-        say(f"seqlab: {refused}")
-        return REFUSED, str(refused)
-    except KeyboardInterrupt:  # while compiling or measuring; training itself ends with a checkpoint
-        say("seqlab: stopped by Ctrl-C; the same command goes on from the last checkpoint")
-        code = 130
-    except Exception as error:
-        traceback.print_exc()
-        return FAILED, f"{type(error).__name__}: {error}"
-    return code, {OK: "", DIVERGED: "every member diverged"}.get(code, f"stopped by signal {code - 128}")
-
-
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """What is wrong, in one line."""
     if isinstance(error, HydraException | OmegaConfBaseException):
         cause = error.__cause__
         if isinstance(cause, ValueError | OSError | TypeError | ImportError) and not isinstance(
             cause, OmegaConfBaseException
         ):
-            return _one_line(cause)  # a constructor's own refusal, an argument that it does not know, a wrong _target_
+            return one_line(cause)  # a constructor's own refusal, an argument that it does not know, a wrong _target_
         unknown = _unknown_name()
         if unknown:
             return unknown
@@ -201,7 +146,7 @@ def _nearest(name: str, valid: list[str]) -> str:
     return f"use {', '.join(valid)}" if valid else "there is none"
 
 
-def _job(config: DictConfig, typed: str) -> Job:
+def job_of(config: DictConfig, typed: str) -> Job:
     choices = {name: choice for name, choice in HydraConfig.get().runtime.choices.items() if name in GROUPS}
     for group in ("task", "model"):
         if choices.get(group) is None:
@@ -209,7 +154,9 @@ def _job(config: DictConfig, typed: str) -> Job:
     plain = compose("config", [f"task={choices['task']}", f"model={choices['model']}"], return_hydra_config=True)
     plain_choices = plain.hydra.runtime.choices
     chosen = {
-        name: choice for name, choice in choices.items() if choice != plain_choices[name] and name != "experiment"
+        name: choice
+        for name, choice in choices.items()
+        if choice != plain_choices[name] and name != "experiment" and part_of_the_run(name)
     }
     defaults = compose("config", [f"{name}={choice}" for name, choice in choices.items() if name != "experiment"])
     usual = dict(leaves(OmegaConf.to_container(defaults)))
@@ -218,12 +165,16 @@ def _job(config: DictConfig, typed: str) -> Job:
     changed = {key: value for key, value in asked.items() if key not in usual or value != usual[key]}
     for key, value in changed.items():
         _check_kind(key, value, usual_values.get(key))
-    differences = chosen | {key: value for key, value in changed.items() if key not in NOT_PART_OF_THE_RUN}
+    differences = chosen | {key: value for key, value in changed.items() if part_of_the_run(key)}
     fill_pattern(config)
     directory = Path(config.runs) / choices["task"] / choices["model"] / _directory_name(differences)
     user_directory = get_args_parser().parse_args().config_dir
     words = ["python -m seqlab.run", f"--config-dir {shlex.quote(user_directory)}" if user_directory else "", typed]
     return Job(config, choices, directory, " ".join(filter(None, words)))
+
+
+def part_of_the_run(key: str) -> bool:
+    return not any(f"{key}.".startswith(f"{name}.") for name in NOT_PART_OF_THE_RUN)
 
 
 def fill_pattern(config: DictConfig) -> None:

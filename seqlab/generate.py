@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Int
 from omegaconf import DictConfig, OmegaConf
 
 from seqlab.commandline import OK, REFUSED, Job
+from seqlab.directory import CONFIG_FILE, DATA, digest
 from seqlab.model import SequenceModel
 from seqlab.record import members
-from seqlab.run import CONFIG_FILE, DATA, build, digest, use_compilation_cache
+from seqlab.run import build, use_compilation_cache
 from seqlab.tasks.base import Task
 from seqlab.training.checkpoints import Checkpoints
 from seqlab.types import PRNGKey, Segments

@@ -16,6 +16,8 @@ from seqlab.positions import NoPosition, Position
 from seqlab.types import Places, PRNGKey, Segments, State, Stream
 
 BuildMixer = Callable[..., Mixer]
+Pin = Callable[[Array], Array]
+"""Says within a compiled function on which devices a stream's examples lie; by default it says nothing."""
 
 
 class MLP(nnx.Module):
@@ -112,6 +114,8 @@ class SequenceModel(nnx.Module):
         tied: the head is the embedding, transposed and divided by sqrt(D).
         residual_scaling: the last projection of each of the n residual branches starts 1/sqrt(n) as large (GPT-2;
             Radford et al. 2019, sec. 2.3).
+        rematerialize: gradients compute each block a second time instead of keeping what happened in it (Chen et al.
+            2016).
 
     Raises:
         ValueError: the pattern does not divide the depth, the position scheme acts on attention and no mixer has any,
@@ -133,6 +137,7 @@ class SequenceModel(nnx.Module):
         convolution: int = 0,
         tied: bool = False,
         residual_scaling: bool = False,
+        rematerialize: bool = False,
         rngs: nnx.Rngs,
     ):
         if not 0 <= dropout < 1:
@@ -143,7 +148,7 @@ class SequenceModel(nnx.Module):
                 f"model.depth={depth} is no multiple of the {len(pattern)} mixers of the pattern; "
                 f"use model.depth={max(depth // max(len(pattern), 1), 1) * len(pattern)}"
             )
-        self.vocab_size, self.position = vocab_size, position
+        self.vocab_size, self.position, self.rematerialize = vocab_size, position, rematerialize
         self.repeats = depth // len(pattern)
         if convolution:
             pattern = [partial(Convolved, mixer=mixer, size=convolution) for mixer in pattern]
@@ -199,7 +204,9 @@ class SequenceModel(nnx.Module):
             return self.head(x)
         return x @ self.embedding[...].T / x.shape[-1] ** 0.5
 
-    def hidden(self, x: Stream, places: Places | None = None, key: PRNGKey | None = None) -> Stream:
+    def hidden(
+        self, x: Stream, places: Places | None = None, key: PRNGKey | None = None, pin: Pin = lambda x: x
+    ) -> Stream:
         """The residual stream after all blocks, from embedded tokens; `key` turns dropout on."""
         graph, stacked = nnx.split(self.blocks)
         keys = None if key is None else jax.random.split(key, (self.repeats, len(self.blocks)))
@@ -210,10 +217,11 @@ class SequenceModel(nnx.Module):
         def apply(x, layer):
             params, keys = layer
             for i, block in enumerate(nnx.merge(graph, params)):
-                x = block(x, places, None if keys is None else keys[i])
+                call = jax.checkpoint(block, prevent_cse=False) if self.rematerialize else block
+                x = pin(call(x, places, None if keys is None else keys[i]))
             return x, None
 
-        x = self.place(x, places)
+        x = pin(self.place(x, places))
         x = self.norm(jax.lax.scan(apply, x, (stacked, keys))[0])
         return x if restore is None else jnp.take_along_axis(x, restore, axis=1)
 
@@ -228,9 +236,10 @@ class SequenceModel(nnx.Module):
         scored: Int[Array, "B Q"],
         segments: Segments = None,
         key: PRNGKey | None = None,
+        pin: Pin = lambda x: x,
     ) -> Float[Array, "B Q V"]:
         """Logits at the scored positions alone: with a large vocabulary the head is most of the work."""
-        x = self.hidden(self.embed(tokens), packed(segments), key)
+        x = self.hidden(self.embed(tokens), packed(segments), key, pin)
         return self.unembed(jnp.take_along_axis(x, scored[..., None], axis=1))
 
     def init_state(self, batch: int, max_length: int) -> State:

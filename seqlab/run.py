@@ -3,17 +3,24 @@
 compose -> train -> measure -> report. JAX is imported only once there is something to compute.
 """
 
-import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack, redirect_stderr, suppress
+from dataclasses import replace
 from functools import partial
-from hashlib import sha256
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from seqlab.commandline import DIVERGED, NOT_PART_OF_THE_RUN, OK, Job, RefusedError, launch, leaves, refusals, say
+from seqlab.commandline import DIVERGED, OK, Job, RefusedError, refusals, say
+from seqlab.directory import check_directory, locked, prepare_directory
+from seqlab.launch import launch
+from seqlab.matching import matched
+from seqlab.training.distributed import initialize, writer_first
 
 if TYPE_CHECKING:
     from seqlab.reporting.results import Results
@@ -21,11 +28,10 @@ if TYPE_CHECKING:
     from seqlab.tasks.base import Task
     from seqlab.training.checkpoints import Checkpoints
     from seqlab.training.fit import Fitted, Schedule
+    from seqlab.training.mesh import Layout
     from seqlab.training.program import Program, TrainState
+    from seqlab.training.stopping import StopRequest
 
-CONFIG_FILE = "config.yaml"
-DATA = "data_digest"
-"""In the saved configuration: which text it was."""
 SIGNALLED = 128  # an exit code of 128 + n says that signal n ended the process
 EXIT_CODES = {"finished": OK, "diverged": DIVERGED}
 
@@ -36,10 +42,14 @@ def main() -> None:
 
 def run(job: Job) -> int:
     """One run, from its start or its last checkpoint to its results; returns the exit code."""
-    from seqlab.reporting.results import read_results
+    from seqlab.reporting.results import read_results, write_results
 
     with refusals():
-        check_directory(job)
+        initialize(**job.config.distributed)
+        job = matched(job)
+        with writer_first() as writer:
+            if writer:
+                check_directory(job)
         before = None
         if (job.directory / "results.json").exists() and not job.config.overwrite:
             before = read_results(job.directory)
@@ -49,15 +59,37 @@ def run(job: Job) -> int:
 
     use_compilation_cache()
     from seqlab.record import blank_results
+    from seqlab.training.stopping import StoppedError, StopRequest
 
-    with refusals():
-        task, program = build(job)
-        results = blank_results(job, task, program)
-        prepare_directory(job, task)
-    try:
-        return show(*train_and_measure(job, task, program, results))
-    finally:
-        free_compiled_programs()
+    with ExitStack() as held:
+        with refusals():
+            task, program = build(job)
+            results = blank_results(job, task, program)
+            with writer_first() as writer:
+                if writer:
+                    held.enter_context(locked(job))
+                    prepare_directory(job, task)
+        held.callback(free_compiled_programs)
+        output = job.directory
+        if not writer:
+            output = Path(held.enter_context(TemporaryDirectory()))
+            held.enter_context(redirect_stderr(StringIO()))
+        say(opening_line(job, results))
+        try:
+            with StopRequest() as stop:
+                train_and_measure(job, task, program, results, stop, output)
+        except StoppedError as stopped:
+            say(f"stopped by signal {stopped.signal}; the same command goes on from the last checkpoint")
+            for part in (results, *results["members"]):
+                part["status"] = "interrupted"
+        except RefusedError:
+            raise
+        except Exception:
+            with suppress(OSError):  # the disk that is full
+                write_results(output, results | {"status": "failed"})
+            raise
+        write_results(output, results)
+        return show(results, stop.signal)
 
 
 def build(job: Job) -> tuple["Task", "Program"]:
@@ -78,12 +110,15 @@ def build(job: Job) -> tuple["Task", "Program"]:
         steps=config.train.steps,
         batch_size=config.train.batch_size,
         compute_dtype=config.train.compute_dtype,
+        accumulation=config.train.accumulation,
+        max_parallel=members_at_once(config.population.max_parallel),
     )
     try:
         causal = program.abstract_model.causal
     except TypeError as error:  # an argument that a constructor does not know
         raise ValueError(f"model={job.choices['model']} cannot be built: {error}") from error
-    task = task.asked_of(causal)
+    program = replace(program, layout=layout(job, program))
+    task = program.layout.place_whole(task.asked_of(causal))
     for length in (task.length, *getattr(task, "eval_lengths", ())):
         program.abstract_model.position.admit(length)
     schedule(job)
@@ -94,90 +129,64 @@ def build(job: Job) -> tuple["Task", "Program"]:
     return task, program
 
 
-def resolved(job: Job) -> DictConfig:
-    """What the run is made of, with every interpolation filled in."""
-    config = OmegaConf.masked_copy(job.config, [str(key) for key in job.config if key not in NOT_PART_OF_THE_RUN])
-    OmegaConf.resolve(config)
-    return config
+def members_at_once(asked: int | str | None) -> int | None:
+    """Raises ValueError where that is no number."""
+    if asked in ("auto", None):
+        return None
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise ValueError(f"population.max_parallel={asked} is no number of members; use 1 or more, or auto")
+    return asked
 
 
-def check_directory(job: Job) -> None:
-    """Raises ValueError where the run's directory holds a run of another configuration."""
-    file = job.directory / CONFIG_FILE
-    if set("[]*?") & set(str(job.directory.absolute())):  # Orbax would take it for a pattern and lose the checkpoint
-        raise ValueError(f"{job.directory.absolute()} has one of []*? in it, with which no checkpoint can be kept")
-    if job.config.overwrite or not file.exists():
-        return
-    before, now = (dict(leaves(OmegaConf.to_container(tree))) for tree in (OmegaConf.load(file), resolved(job)))
-    before.pop(DATA, None)
-    changed = [f"{k} was {before.get(k)} and is {now.get(k)}" for k in {**before, **now} if before.get(k) != now.get(k)]
-    if changed:
-        raise ValueError(f"{job.directory} was made with another config ({'; '.join(changed)}); use overwrite=true")
-
-
-def prepare_directory(job: Job, task: "Task") -> None:
-    """Makes the run's directory, empty where it is to be overwritten.
+def layout(job: Job, program: "Program") -> "Layout":
+    """How the devices are used.
 
     Raises:
-        ValueError: it cannot be written, or holds a run on other data.
+        ValueError: the numbers do not fit together.
     """
-    file = job.directory / CONFIG_FILE
-    config = resolved(job)
-    config[DATA] = digest(task)
-    if file.exists() and not job.config.overwrite and OmegaConf.select(OmegaConf.load(file), DATA) != config[DATA]:
-        raise ValueError(f"{job.directory} was trained on other data than its task holds now; use overwrite=true")
-    try:
-        if job.config.overwrite and job.directory.exists():
-            shutil.rmtree(job.directory)
-        job.directory.mkdir(parents=True, exist_ok=True)
-        if not file.exists():
-            unfinished = file.with_suffix(".tmp")
-            OmegaConf.save(config, unfinished)
-            unfinished.replace(file)  # whole or not at all
-    except OSError as error:
-        where = f"runs={job.config.runs}: {error.filename} cannot be written ({error.strerror})"
-        raise ValueError(f"{where}; use runs=DIRECTORY that can") from error
-
-
-def digest(task: "Task") -> str | None:
-    """What tells the data that a task holds (a text) from others; None for a task that makes its own."""
     import jax
 
-    held = jax.tree.leaves(task)
-    if not held:
-        return None
-    parts = [repr(task.vocab.words).encode(), *(np.asarray(array).tobytes() for array in held)]
-    return sha256(b"".join(parts)).hexdigest()[:16]
+    from seqlab.record import members
+    from seqlab.training.mesh import Layout
+
+    model = program.abstract_model
+    width = model.embedding.shape[-1]
+    return Layout.over(
+        jax.device_count(),
+        members=program.width(len(members(job))),
+        examples=program.batch_size // program.accumulation,
+        splits=[width, *(getattr(mixer, "heads", width) for mixer in model.mixers)],
+        **job.config.mesh,
+    )
 
 
-def train_and_measure(job: Job, task: "Task", program: "Program", results: "Results") -> tuple["Results", int | None]:
-    """The run proper: its results, which are on disk however it ends, and the signal that stopped it, if one did."""
-    from seqlab.record import add_measures, add_training, hyperparameters, report
-    from seqlab.reporting.results import write_results
+def train_and_measure(
+    job: Job, task: "Task", program: "Program", results: "Results", stop: "StopRequest", output: Path
+) -> None:
+    """The run proper: fills in its results, and writes to TensorBoard in `output`.
+
+    Raises:
+        StoppedError: a signal came while nothing was being trained.
+        OSError: the directory cannot be written any more.
+    """
+    from seqlab.record import add_measures, add_training, add_tuning, hyperparameters, report
     from seqlab.reporting.tensorboard import TensorBoard
     from seqlab.training.checkpoints import Checkpoints
 
-    say(opening_line(job, results))
-    try:
-        with Checkpoints(job.directory / "checkpoints") as checkpoints:
-            with refusals():
-                states, seconds = start(program, results, checkpoints)
-            first_step = int(states.step[0])
-            with TensorBoard(job.directory, first_step) as board:
+    with Checkpoints(job.directory / "checkpoints", program.layout) as checkpoints:
+        with refusals():
+            states, seconds = start(program, results, checkpoints)
+        first_step = int(states.step[0])
+        with TensorBoard(output, first_step, [m["learning_rate"] for m in results["members"]]) as board:
+            if not first_step:
                 board.session_start(hyperparameters(job, results), group=job.name)
                 board.text("config", first_step, f"```yaml\n{OmegaConf.to_yaml(job.config, resolve=True)}\n```")
-                fitted = train(job, task, program, states, checkpoints, board, seconds)
-                add_training(results, fitted)
-                if fitted.status != "interrupted":
-                    add_measures(results, job, task, program, fitted)
+            fitted = train(job, task, program, states, checkpoints, board, stop, seconds)
+            add_training(results, fitted)
+            add_tuning(results, task, fitted)
+            if fitted.status != "interrupted":
+                add_measures(results, job, task, program, fitted)
                 report(results, board, fitted.step)
-    except RefusedError:
-        raise
-    except Exception:
-        write_results(job.directory, results | {"status": "failed"})
-        raise
-    write_results(job.directory, results)
-    return results, fitted.signal
 
 
 def start(program: "Program", results: "Results", checkpoints: "Checkpoints") -> tuple["TrainState", float]:
@@ -199,6 +208,7 @@ def train(
     states: "TrainState",
     checkpoints: "Checkpoints",
     board: "TensorBoard",
+    stop: "StopRequest",
     seconds: float,
 ) -> "Fitted":
     from seqlab.reporting.progress import TrainingProgress
@@ -209,9 +219,10 @@ def train(
 
         def record(step: int, values: Mapping[str, np.ndarray]) -> None:
             board.scalars(step, values)
+            board.flush()  # no checkpoint may know of a step that TensorBoard lacks
             bar.update(step, values)
 
-        fitted = fit(program, task, states, schedule(job), checkpoints, record, seconds)
+        fitted = fit(program, task, states, schedule(job), checkpoints, record, stop, seconds)
     if fitted.status == "finished" and fitted.step < program.steps:
         say(f"every member is past train.target={job.config.train.target} at step {fitted.step:,}")
     if fitted.status == "interrupted":

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ class Typed:
 @pytest.fixture(scope="session")
 def command():
     """Types a command line in a directory, in this process: command("model=gru train.steps=5", tmp_path)."""
-    import seqlab.commandline
+    import seqlab.launch
     import seqlab.run
 
     def type_in(line, directory, run=seqlab.run.run):
@@ -83,7 +84,7 @@ def command():
             patch.setenv("COLUMNS", "200")
             patch.setenv("HYDRA_FULL_ERROR", "1")  # which `launch` sets
             try:
-                code = seqlab.commandline.launch(run)
+                code = seqlab.launch.launch(run)
             except SystemExit as stop:
                 code = stop.code
         logging.root.setLevel(logging.WARNING)
@@ -93,3 +94,23 @@ def command():
         return Typed(code, error.getvalue().splitlines())
 
     return type_in
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mounts a small disk of its own: small_disk(kilobytes=400) -> its directory."""
+    mounted = []
+
+    def mount(kilobytes):
+        directory = tmp_path / f"disk{len(mounted)}"
+        directory.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(directory)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"a disk cannot be mounted here: {done.stderr.strip()}")
+        mounted.append(directory)
+        return directory
+
+    yield mount
+    for directory in mounted:
+        subprocess.run(["umount", str(directory)], check=True)

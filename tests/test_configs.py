@@ -14,7 +14,10 @@ from seqlab.commandline import GROUPS
 from seqlab.run import build, schedule
 
 CONF = Path(__file__).parents[1] / "conf"
-PLACES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.rglob("*.yaml"))
+PLACES = sorted(
+    str(path.relative_to(CONF).with_suffix("")) for path in CONF.rglob("*.yaml") if CONF / "hydra" not in path.parents
+)
+"""Without conf/hydra, which is tested where --help and sweeps are."""
 ATTENTION = "model=transformer model.heads=2"
 NEEDS = {
     **{f"position/{path.stem}": ATTENTION for path in (CONF / "position").glob("*.yaml") if path.stem != "none"},
@@ -23,8 +26,8 @@ NEEDS = {
     "measure/roles": "task=roles",
 }
 """What a file does not go without."""
-NOT_CHOSEN = {"config", "backbone", "hydra/help/seqlab"}
-"""Files that every run uses; hydra/help is tested where --help is."""
+NOT_CHOSEN = {"config", "backbone"}
+"""Files that every run uses."""
 
 
 def marked(place):

@@ -1,6 +1,5 @@
 """Figures of populations: curves with a band, bars with a dot a member. No pyplot state, no display needed."""
 
-import re
 from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import TypeAlias
@@ -10,8 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from seqlab.reporting.results import Results
-from seqlab.reporting.statistics import Members, spread
+from seqlab.reporting.results import Results, labels
+from seqlab.reporting.statistics import Members, interquartile_mean
+from seqlab.reporting.tuning import of_judged, rate_scores
 
 # Ten colours that stay apart under every common colour blindness and in grey (Petroff 2021, arXiv:2107.02270); the
 # markers say the same once more.
@@ -28,7 +28,8 @@ WIDTH, HEIGHT, LEGEND_ROW = 6.4, 4.0, 0.22
 def measure_figures(runs: Mapping[str, Results]) -> dict[str, Figure]:
     """All runs side by side: a figure for each measure over one axis (curves) or over none (bars), by its name.
 
-    The ceilings of the runs' task are drawn where they belong: at bars all of that measure, at curves chance.
+    Of each run its members at the chosen learning rate are shown. The ceilings of the runs' task are drawn where they
+    belong: at bars all of that measure, at curves chance.
     """
     runs = dict(zip(labels(list(runs)), runs.values(), strict=True))
     figures = {}
@@ -36,11 +37,8 @@ def measure_figures(runs: Mapping[str, Results]) -> dict[str, Figure]:
         measures = {run: results["measures"][name] for run, results in runs.items() if name in results["measures"]}
         first = runs[next(iter(measures))]
         axes = list(measures[next(iter(measures))]["axes"])
-        values = {
-            run: m["values"]
-            for run, m in measures.items()
-            if list(m["axes"]) == axes and np.isfinite(np.asarray(m["values"], np.float64)).any()
-        }
+        values = {run: of_judged(runs[run], m["values"]) for run, m in measures.items() if list(m["axes"]) == axes}
+        values = {run: members for run, members in values.items() if np.isfinite(members).any()}
         if not values:  # every member diverged
             continue
         references = _ceilings_of(name, first)
@@ -56,13 +54,37 @@ def measure_figures(runs: Mapping[str, Results]) -> dict[str, Figure]:
     return figures
 
 
-def labels(runs: Sequence[str]) -> list[str]:
-    """What tells runs apart: of their names `task/model/key=value,key=value`, the words that they do not all share."""
-    words = [re.split(r"/|,(?=[\w.]+=)", run) for run in runs]
-    shared = set.intersection(*map(set, words)) if len(runs) > 1 else {w for own in words for w in own if "=" in w}
-    apart = [[word for word in own if word not in shared] for own in words]
-    short = [" ".join(word for word in own if word != "defaults" or len(own) == 1) for own in apart]
-    return short if len(set(short)) == len(runs) and (all(short) or len(runs) == 1) else list(runs)
+def tuning_figures(runs: Mapping[str, Results]) -> dict[str, Figure]:
+    """Validation scores against the learning rate, a curve a run with a ring around the rate that was chosen.
+
+    One figure for each main metric, `tuning/<metric>`, of the runs that had several rates. A rate at which too many
+    seeds diverged for a mean has no point.
+    """
+    curves: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    chosen: dict[str, list[float]] = {}
+    for label, results in zip(labels(list(runs)), runs.values(), strict=True):
+        tuning = results["tuning"]
+        validation = np.array(tuning["validation"], np.float64)
+        if len(validation) < 2 or tuning["learning_rate"] is None:
+            continue
+        validation[~np.isfinite(rate_scores(validation, tuning["higher_is_better"]))] = np.nan
+        rates = np.array(tuning["learning_rates"], np.float64)
+        order = [i for i in np.argsort(rates) if np.isfinite(rates[i])]
+        curves.setdefault(tuning["metric"], {})[label] = (rates[order], validation[order].T)
+        chosen.setdefault(tuning["metric"], []).append(tuning["learning_rate"])
+    figures = {}
+    for metric, of_metric in curves.items():
+        figure = curve_figure(of_metric, "learning rate", f"{metric.replace('_', ' ')} on the validation split")
+        (axes,) = figure.axes
+        ticks = np.unique(np.concatenate([rates for rates, _ in of_metric.values()]))
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+        axes.minorticks_off()
+        for line, rate in zip(list(axes.lines), chosen[metric], strict=True):
+            height = np.asarray(line.get_ydata())[np.asarray(line.get_xdata()).tolist().index(rate)]
+            axes.plot(rate, height, marker="o", markersize=12, markerfacecolor="none", color=line.get_color())
+        figures[f"tuning/{metric}"] = figure
+    return figures
 
 
 def _wide(axis: Axis) -> bool:
@@ -90,7 +112,7 @@ def curve_figure(
     references: Mapping[str, float] | None = None,
     log_x: bool = False,
 ) -> Figure:
-    """Draws for each label the mean over members and, where there are several, a band from the lowest to the highest.
+    """Draws for each label the interquartile mean of the members and a band, its 95 % interval where there is one.
 
     Args:
         curves: label -> (values of the x axis [X], values of the members [P, X]).
@@ -99,10 +121,10 @@ def curve_figure(
     """
     figure, axes = _axes(curves, references)
     for i, (label, (x, values)) in enumerate(curves.items()):
-        mean, low, high = spread(values)
+        mean, low, high = interquartile_mean(values)
         color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
         axes.plot(x, mean, color=color, marker=marker, markersize=5, label=label)
-        if len(np.asarray(values)) > 1:
+        if np.isfinite(low).any():
             axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
     if log_x:
         axes.set_xscale("log", base=2)
@@ -115,7 +137,7 @@ def curve_figure(
 
 
 def bar_figure(bars: Mapping[str, Members], y_label: str, references: Mapping[str, float] | None = None) -> Figure:
-    """Draws for each label a bar as high as the mean of the members' values [P], and every member as a dot.
+    """Draws for each label a bar as high as the interquartile mean of the values [P], and every member as a dot.
 
     Args:
         references: label -> height of a dashed line: chance, a ceiling.
@@ -123,7 +145,7 @@ def bar_figure(bars: Mapping[str, Members], y_label: str, references: Mapping[st
     figure, axes = _axes({}, references)
     for i, values in enumerate(bars.values()):
         members = np.atleast_1d(np.asarray(values, dtype=np.float64))
-        axes.bar(i, float(spread(members).mean), width=0.7, color=COLORS[i % len(COLORS)], alpha=0.6)
+        axes.bar(i, float(interquartile_mean(members).value), width=0.7, color=COLORS[i % len(COLORS)], alpha=0.6)
         offsets = np.linspace(-0.2, 0.2, len(members)) if len(members) > 1 else np.zeros(1)
         axes.plot(i + offsets, members, linestyle="", marker="o", markersize=4, color="black", markeredgecolor="white")
     _references(axes, references)

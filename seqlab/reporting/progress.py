@@ -12,6 +12,7 @@ from rich.text import Text
 
 from seqlab.reporting.results import Results
 from seqlab.reporting.statistics import Members, describe, spread
+from seqlab.reporting.tuning import EDGE, grid, judged, of_judged, outcome
 
 
 @final
@@ -63,17 +64,29 @@ class TrainingProgress:
 
 
 def print_summary(results: Results) -> None:
-    """Prints every measure that is a plain number, what known strategies get, and each control that does not hold."""
+    """Prints every measure that is a plain number, what known strategies get, the grid of learning rates, and each
+    control that does not hold."""
     console = Console(stderr=True, markup=False, highlight=False)  # brackets are intervals, not markup
     members = results["members"]
-    table = Table(show_header=False)
+    table = Table("", "interquartile mean [95 % interval]")
     diverged = sum(member["status"] == "diverged" for member in members)
     count = f"{len(members)} member{'s' * (len(members) != 1)}" + f", {diverged} diverged" * bool(diverged)
     table.add_row("status", f"{results['status']}, {count}")
+    rates = grid(results)
+    for rate, cell, chosen in rates:
+        style = "bold" if chosen else "dim"
+        row = f"valid/{results['tuning']['metric']} at {rate:g}"
+        table.add_row(Text(row, style=style), Text(cell + ", chosen" * chosen, style=style))
+    if rates and results["tuning"]["learning_rate"] is not None:
+        diverged = outcome(results)["diverged"]
+        table.add_row("judged by", f"{len(judged(results))} of {len(members)} members, {diverged} diverged")
     for name, measure in results["measures"].items():
         if not measure["axes"]:
-            table.add_row(name, describe(measure["values"]))
+            table.add_row(name, describe(of_judged(results, measure["values"])))
     if results["measures"]:
+        for name in ("solved", "steps to solve"):
+            if outcome(results)[name] != "-":
+                table.add_row(name, outcome(results)[name])
         ceilings = (f"{name} {value:.3g}" for name, value in results["ceilings"].items() if "/" not in name)
         table.add_row("ceilings", ", ".join(ceilings))
     controls = results["controls"]
@@ -82,6 +95,8 @@ def print_summary(results: Results) -> None:
             "controls that hold", f"{sum(control['holds'] for control in controls.values())} of {len(controls)}"
         )
     console.print(table)
+    if results["tuning"]["at_edge"]:
+        console.print(Text(EDGE, style="bold yellow"))
     for line in broken_controls(results):
         console.print(Text(line, style="bold white on red"))
 

@@ -5,15 +5,16 @@ import logging
 import math
 import os
 import platform
+import re
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from seqlab.reporting.statistics import describe
-
-Results: TypeAlias = dict[str, Any]
+from seqlab.reporting.tuning import EDGE, Results, grid, of_judged, outcome
 
 FILE_NAME = "results.json"
 STATUSES = ("finished", "interrupted", "diverged", "failed")
@@ -23,7 +24,9 @@ KEYS = {
     "config": "the composed configuration",
     "versions": "package -> version",
     "device": "what it ran on",
-    "members": "list of {seed, learning_rate, status, metrics: {name: number}}",
+    "members": "list of {seed, learning_rate, status, metrics: {name: number}, validation, solved_at}",
+    "tuning": "metric, higher_is_better, learning_rates, validation, learning_rate, score, at_edge, window_decades",
+    "match": "null, or quantity, to, by, value, target, reached, deviation",
     "measures": "name -> {axes: {axis: [its values]}, values: nested lists, the member axis first}",
     "ceilings": "strategy -> what it scores on the main metric: chance, an order-blind reader, an oracle",
     "controls": "name -> {expected: zero or nonzero, value, holds}",
@@ -86,23 +89,41 @@ def find_results(root: Path) -> list[tuple[str, Results]]:
     return found
 
 
+def labels(runs: Sequence[str]) -> list[str]:
+    """What tells runs apart: of their names `task/model/key=value,key=value`, the words that they do not all share."""
+    words = [re.split(r"/|,(?=[\w.]+=)", run) for run in runs]
+    shared = set.intersection(*map(set, words)) if len(runs) > 1 else {w for own in words for w in own if "=" in w}
+    apart = [[word for word in own if word not in shared] for own in words]
+    short = [" ".join(word for word in own if word != "defaults" or len(own) == 1) for own in apart]
+    return short if len(set(short)) == len(runs) and (all(short) or len(runs) == 1) else list(runs)
+
+
 def markdown(results: Results) -> str:
-    """The result as TensorBoard's text panel shows it: one table of numbers, one of controls."""
-    numbers = {name: measure["values"] for name, measure in results["measures"].items() if not measure["axes"]}
-    rows = [f"| {name} | {describe(values)} |" for name, values in numbers.items()]
-    rows += [f"| ceiling: {name} | {value:.4g} |" for name, value in results["ceilings"].items()]
-    rows += [f"| {name} | {value} |" for name, value in results["cost"].items()]
+    """The result as TensorBoard's text panel shows it: tables of numbers, of learning rates and of controls."""
+    shown = [(name, cell) for name, cell in outcome(results).items() if name != "main metric"]
+    for name, measure in results["measures"].items():
+        if not measure["axes"]:
+            shown.append((name, describe(of_judged(results, measure["values"]))))
+    shown += [(f"ceiling: {name}", f"{value:.4g}") for name, value in results["ceilings"].items()]
+    shown += list(results["cost"].items())
+    rates = [(f"{rate:g}" + ", chosen" * chosen, cell) for rate, cell, chosen in grid(results)]
     checks = [
-        f"| {name} | {control['expected']} | {control['value']} | {'holds' if control['holds'] else 'BROKEN'} |"
+        (name, control["expected"], control["value"], "holds" if control["holds"] else "BROKEN")
         for name, control in results["controls"].items()
     ]
-    heads = (
-        "| quantity | mean [low, high] |\n|---|---|\n",
-        "| control | expected | value | outcome |\n|---|---|---|---|\n",
-    )
-    return f"status: {results['status']}\n\n" + "\n\n".join(
-        head + "\n".join(body) for head, body in zip(heads, (rows, checks), strict=True)
-    )
+    parts = [
+        f"status: {results['status']}",
+        _table(("quantity", "interquartile mean [95 % interval]"), shown),
+        _table(("learning rate", f"{results['tuning']['metric']} on the validation split"), rates) if rates else "",
+        f"**{EDGE}**" if results["tuning"]["at_edge"] else "",
+        _table(("control", "expected", "value", "outcome"), checks),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
 def versions() -> dict[str, str | None]:

@@ -6,7 +6,7 @@
 import io
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -31,17 +31,22 @@ class TensorBoard:
     """Writes one run: means over members into its directory, the lowest and highest member into sibling runs.
 
     The siblings are `directory`/low and `directory`/high with the same tags, so that TensorBoard overlays the three;
-    a single member has none.
+    a single member has none. Where members have several learning rates the mean of those of each is one sibling more,
+    `directory`/lr=0.001.
     """
 
-    def __init__(self, directory: Path, first_step: int):
+    def __init__(self, directory: Path, first_step: int, rates: Sequence[float] = ()):
         """Opens a session that goes on from `first_step`: 0, or the step of the checkpoint it resumed from.
+
+        Args:
+            rates: the learning rate of each of the P members.
 
         Steps beyond `first_step` that an earlier session wrote before it was killed are void: TensorBoard drops them,
         because the session log of this one starts there.
         """
         self._directory = directory
         self._first_step = first_step
+        self._rates = np.asarray(rates)
         self._writers: dict[str, EventFileWriter] = {}
         self._writer("")
 
@@ -54,14 +59,21 @@ class TensorBoard:
     def scalars(self, step: int, values: Mapping[str, Members]) -> None:
         """Writes the values of all P members ([P]) under each tag; members that are not finite are left out.
 
-        Where no member is finite the mean is NaN, which TensorBoard marks, and the siblings have a gap.
+        Where no member is finite the mean is NaN, which TensorBoard marks, and the siblings have a gap. Values of a
+        part of the population, such as the outcome of the chosen rate, are not told apart by rate.
         """
+        rates = np.unique(self._rates)
         for tag, members in values.items():
             mean, low, high = spread(members)
             self._scalar("", step, tag, mean)
             if np.size(members) > 1 and np.isfinite(mean):
                 self._scalar("low", step, tag, low)
                 self._scalar("high", step, tag, high)
+            if len(rates) > 1 and np.size(members) == len(self._rates):
+                for rate in rates:
+                    its = spread(np.asarray(members)[self._rates == rate]).mean
+                    if np.isfinite(its):
+                        self._scalar(f"lr={rate:g}", step, tag, its)
 
     def figure(self, tag: str, step: int, figure: Figure) -> None:
         buffer = io.BytesIO()
@@ -96,7 +108,7 @@ class TensorBoard:
                 info.hparams[name].number_value = value
             elif value is not None:
                 info.hparams[name].string_value = str(value)
-        self._hparams(hparams_metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=info))
+        self._hparams(hparams_metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=info), 0)
 
     def session_end(self, status: str, metrics: Mapping[str, Members], step: int) -> None:
         """Writes the last metrics ([P] each), which TensorBoard shows in the row of the run, and how the run ended.
@@ -112,7 +124,7 @@ class TensorBoard:
         self.scalars(step, metrics)
         if status in END_STATUS:
             info = SessionEndInfo(status=END_STATUS[status], end_time_secs=time.time())
-            self._hparams(hparams_metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=info))
+            self._hparams(hparams_metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=info), step)
         self.flush()
 
     def flush(self) -> None:
@@ -140,7 +152,7 @@ class TensorBoard:
     def _scalar(self, sibling: str, step: int, tag: str, value: float | np.ndarray) -> None:
         self._write(sibling, step, Summary(value=[Summary.Value(tag=tag, simple_value=np.asarray(value).item())]))
 
-    def _hparams(self, tag: str, content: HParamsPluginData) -> None:
+    def _hparams(self, tag: str, content: HParamsPluginData, step: int) -> None:
         description = hparams_metadata.create_summary_metadata(content)
         value = Summary.Value(tag=tag, metadata=description, tensor=hparams_metadata.NULL_TENSOR)
-        self._write("", 0, Summary(value=[value]))
+        self._write("", step, Summary(value=[value]))

@@ -1,9 +1,9 @@
 import io
 
 import numpy as np
-import pytest
 
-from seqlab.reporting.figures import bar_figure, curve_figure, labels
+from seqlab.reporting.figures import bar_figure, curve_figure, measure_figures, tuning_figures
+from seqlab.reporting.tuning import tuned, untuned
 
 GAPS = (1, 4, 16)
 
@@ -18,29 +18,8 @@ def draw(figure):
     return figure
 
 
-@pytest.mark.parametrize(
-    ("runs", "short"),
-    [
-        (["mqar/ssm/model.width=8,seed=1", "mqar/gru/model.width=8,seed=1"], ["ssm", "gru"]),
-        (
-            ["mqar/ssm/defaults", "mqar/ssm/population.learning_rates=[1,2]"],
-            ["defaults", "population.learning_rates=[1,2]"],
-        ),
-        (
-            ["ssm/seed=1", "ssm/seed=1,train.steps=9"],
-            ["ssm/seed=1", "ssm/seed=1,train.steps=9"],
-        ),  # else one has no name
-        (["mqar/ssm/seed=1,train.steps=9"], ["mqar ssm"]),
-        (["ssm/defaults", "gru/seed=1"], ["ssm", "gru seed=1"]),
-        (["ssm", "gru"], ["ssm", "gru"]),
-        ([""], [""]),
-    ],
-)
-def test_runs_are_labelled_by_what_tells_them_apart(runs, short):
-    assert labels(runs) == short
-
-
-def test_curves_are_the_mean_with_a_band_from_low_to_high():
+def test_curves_are_the_interquartile_mean_with_its_interval_as_a_band():
+    # a quarter of all resamples of two holds the lower one only, so the interval is all there is; of one there is none
     values = np.array([[1.0, 0.5, np.nan], [0.5, 0.25, 0.5]])
     (axes,) = curve_figure({"ssm": (GAPS, values)}, "gap", "recall", {"chance": 0.125}, log_x=True).axes
     mean, chance = axes.lines
@@ -48,7 +27,7 @@ def test_curves_are_the_mean_with_a_band_from_low_to_high():
     np.testing.assert_array_equal(chance.get_ydata(), [0.125, 0.125])
     (band,) = axes.collections
     corners = {tuple(point) for point in band.get_paths()[0].vertices}
-    assert corners == {(1, 1.0), (4, 0.5), (16, 0.5), (1, 0.5), (4, 0.25)}
+    assert corners == {(1, 1.0), (4, 0.5), (1, 0.5), (4, 0.25)}
     assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_xscale()) == ("gap", "recall", "log")
 
 
@@ -81,3 +60,34 @@ def test_bars_are_means_with_a_dot_a_member():
     assert [list(line.get_ydata()) for line in axes.lines] == [[0.25, 0.75], [0.5], [0.5, 0.5]]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["ssm", "rnn"]
     assert legend(figure) == ["bag of words"]
+
+
+RATES = (3e-3, 3e-4, 1e-3)
+
+
+def tuned_run(validation, **parts):
+    members = [{"learning_rate": rate, "metrics": {"accuracy": 0.5}} for rate in RATES for _ in validation[0]]
+    tuning = tuned(untuned("accuracy", True, RATES), validation)
+    return {"tuning": tuning, "members": members, "measures": {}, "ceilings": {}} | parts
+
+
+def test_validation_scores_over_learning_rates_with_a_ring_around_the_chosen_one():
+    runs = {
+        "ssm": tuned_run([[0.5, 0.5], [0.25, 0.25], [0.75, 0.75]]),
+        "gru": tuned_run([[np.nan, 0.9], [0.25, 0.25], [0.5, 0.75]]),  # too many diverged at the highest rate
+        "rnn": {"tuning": untuned("accuracy", True, RATES)},  # was interrupted
+    }
+    ((name, figure),) = tuning_figures(runs).items()
+    assert name == "tuning/accuracy"
+    ssm, gru, *rings = draw(figure).axes[0].lines
+    np.testing.assert_array_equal(ssm.get_xydata(), [[3e-4, 0.25], [1e-3, 0.75], [3e-3, 0.5]])
+    np.testing.assert_array_equal(gru.get_ydata(), [0.25, 0.625, np.nan])
+    assert [(*ring.get_xdata(), *ring.get_ydata()) for ring in rings] == [(1e-3, 0.75), (1e-3, 0.625)]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0.0003", "0.001", "0.003"]
+    assert legend(figure) == ["ssm", "gru"]
+
+
+def test_measures_are_shown_of_the_members_with_the_chosen_rate():
+    run = tuned_run([[0.1], [0.2], [0.9]], measures={"accuracy": {"axes": {}, "values": [0.25, 0.5, 0.75]}})
+    (bar,) = measure_figures({"ssm": run})["accuracy"].axes[0].patches
+    assert bar.get_height() == 0.75

@@ -5,6 +5,7 @@ from contextlib import redirect_stderr
 import pytest
 
 from seqlab.reporting.progress import TrainingProgress, print_summary
+from seqlab.reporting.tuning import tuned, untuned
 
 
 class Terminal(io.StringIO):
@@ -23,9 +24,16 @@ def environment(monkeypatch):
 def results(**changes):
     accuracies = [0.5, 1.0, None]
     members = [
-        {"seed": seed, "status": "finished" if accuracy else "diverged", "metrics": {"accuracy": accuracy}}
+        {
+            "seed": seed,
+            "learning_rate": 1e-3,
+            "status": "finished" if accuracy else "diverged",
+            "metrics": {"accuracy": accuracy},
+            "solved_at": 200 if accuracy == 1 else None,
+        }
         for seed, accuracy in enumerate(accuracies)
     ]
+    tuning = tuned(untuned("accuracy", True, [1e-3]), [accuracies])
     measures = {
         "accuracy": {"axes": {}, "values": accuracies},
         "perplexity": {"axes": {}, "values": [2.0, 4.0, 6.0]},
@@ -37,7 +45,8 @@ def results(**changes):
     }
     ceilings = {"chance": 0.0625, "bag_of_words": 0.5, "both_correct/bag_of_words": 0.0}
     parts = {"members": members, "measures": measures, "ceilings": ceilings, "controls": controls}
-    return {"status": "finished"} | parts | changes
+    config = {"train": {"solved": 0.9}}
+    return {"status": "finished", "tuning": tuning, "config": config} | parts | changes
 
 
 VALUES = {"train/loss": [1.0, 1.5, None], "train/accuracy": [0.25, 0.75, None]}
@@ -73,6 +82,8 @@ def test_the_summary_holds_metric_and_plain_measures_and_shouts_broken_controls(
     assert "chance 0.0625, bag_of_words 0.5" in captured.err and "both_correct" not in captured.err
     assert "0.75 [0.5, 1]" in captured.err
     assert "4 [2, 6]" in captured.err
+    assert "1 of 3, 0.3333 [" in captured.err  # solved
+    assert "valid/accuracy" not in captured.err and "widen" not in captured.err  # there was one learning rate
     assert "recall" not in captured.err
     assert "1 of 2" in captured.err
     assert re.findall("CONTROL BROKEN: (.*)", captured.err) == ["order must be nonzero and is 0.0"]
@@ -85,8 +96,24 @@ def test_a_broken_control_is_red():
 
 
 def test_a_run_without_members_or_finite_numbers_has_a_summary(capfd):
-    print_summary(results(status="failed", members=[], measures={}, controls={}))
-    print_summary(results(measures={"ppl": {"axes": {}, "values": [None, None]}}))
+    print_summary(
+        results(status="failed", members=[], measures={}, controls={}, tuning=untuned("accuracy", True, [1e-3]))
+    )
+    print_summary(results(measures={"ppl": {"axes": {}, "values": [None, None, None]}}))
     captured = capfd.readouterr()
     assert "failed, 0 members" in captured.err
-    assert "nan [nan, nan]" in captured.err
+    assert re.search(r"ppl +\S +nan ", captured.err)
+
+
+def test_the_whole_grid_is_shown_and_a_best_rate_at_its_edge_is_yellow(capfd):
+    run = results()
+    run["members"] = [member | {"learning_rate": rate} for rate in (1e-3, 3e-3) for member in run["members"]]
+    run["measures"] = {"accuracy": {"axes": {}, "values": [0.5, 1.0, None, 0.0, 0.0, 0.0]}}
+    run["tuning"] = tuned(untuned("accuracy", True, [1e-3, 3e-3]), [[0.75, 0.75, 0.75], [0.5, 0.5, None]])
+    with redirect_stderr(Terminal()) as terminal:
+        print_summary(run)
+    assert re.search(r"\x1b\[[0-9;]*33m *tuned at the edge: widen the grid", terminal.getvalue())
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    assert re.search(r"valid/accuracy at 0.001 +│ 0.75 \[0.75, 0.75\], chosen", shown)
+    assert re.search(r"valid/accuracy at 0.003 +│ 0.5 \[0.5, 0.5\], 1 of 3 diverged", shown)
+    assert "3 of 6 members" in shown and "0.75 [0.5, 1]" in shown

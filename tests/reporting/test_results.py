@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from seqlab.reporting.results import find_results, read_results, versions, write_results
-from seqlab.reporting.statistics import describe, spread
+from seqlab.reporting.results import find_results, labels, markdown, read_results, versions, write_results
+from seqlab.reporting.tuning import tuned, untuned
 
 
 def results(**changes):
@@ -19,9 +19,18 @@ def results(**changes):
         "versions": versions(),
         "device": "cpu",
         "members": [
-            {"seed": 0, "learning_rate": 1e-3, "status": "finished", "metrics": {"accuracy": np.float32(0.5)}},
-            {"seed": 1, "learning_rate": 1e-3, "status": "finished", "metrics": {"accuracy": np.float32(0.75)}},
+            {
+                "seed": seed,
+                "learning_rate": 1e-3,
+                "status": "finished",
+                "metrics": {"accuracy": np.float32(accuracy)},
+                "validation": accuracy,
+                "solved_at": None,
+            }
+            for seed, accuracy in enumerate((0.5, 0.75))
         ],
+        "tuning": tuned(untuned("accuracy", True, [1e-3]), [[0.5, 0.75]]),
+        "match": None,
         "measures": {
             "recall": {"axes": {"gap": (1, 2, 4)}, "values": np.array([[1.0, 0.5, 0.25], [1.0, np.nan, np.inf]])},
             "perplexity": {"axes": {}, "values": np.array([2.0, 3.0])},
@@ -113,12 +122,35 @@ def test_reading_results_loads_no_jax():
     assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
 
 
-def test_spread_leaves_out_members_that_are_not_finite():
-    mean, low, high = spread([[1.0, None], [2.0, np.nan], [6.0, np.inf]])
-    assert (mean[0], low[0], high[0]) == (3.0, 1.0, 6.0)
-    assert np.isnan([mean[1], low[1], high[1]]).all()
+@pytest.mark.parametrize(
+    ("runs", "short"),
+    [
+        (["mqar/ssm/model.width=8,seed=1", "mqar/gru/model.width=8,seed=1"], ["ssm", "gru"]),
+        (
+            ["mqar/ssm/defaults", "mqar/ssm/population.learning_rates=[1,2]"],
+            ["defaults", "population.learning_rates=[1,2]"],
+        ),
+        (
+            ["ssm/seed=1", "ssm/seed=1,train.steps=9"],
+            ["ssm/seed=1", "ssm/seed=1,train.steps=9"],
+        ),  # else one has no name
+        (["mqar/ssm/seed=1,train.steps=9"], ["mqar ssm"]),
+        (["ssm/defaults", "gru/seed=1"], ["ssm", "gru seed=1"]),
+        (["ssm", "gru"], ["ssm", "gru"]),
+        ([""], [""]),
+    ],
+)
+def test_runs_are_labelled_by_what_tells_them_apart(runs, short):
+    assert labels(runs) == short
 
 
-def test_a_single_member_is_described_without_a_spread():
-    assert describe([0.25]) == "0.25"
-    assert describe([0.25, 0.75, np.nan]) == "0.5 [0.25, 0.75]"
+def test_the_text_panel_shows_the_grid_and_the_members_that_were_chosen_by_it():
+    run = results()
+    run["members"] = [member | {"learning_rate": rate} for rate in (1e-3, 3e-3) for member in run["members"]]
+    run["measures"] = {"perplexity": {"axes": {}, "values": [2.0, 3.0, 8.0, 9.0]}}
+    run["tuning"] = tuned(untuned("accuracy", True, [1e-3, 3e-3]), [[0.5, 0.75], [0.5, 0.25]])
+    text = markdown(run)
+    assert "| perplexity | 2.5 [2, 3] |" in text
+    assert "| 0.001, chosen | 0.625 [0.5, 0.75] |" in text and "| 0.003 | 0.375 [0.25, 0.5] |" in text
+    assert "tuned at the edge: widen the grid" in text
+    assert "widen" not in markdown(results())

@@ -61,6 +61,24 @@ def test_a_single_member_has_no_siblings(tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
+def test_each_of_several_learning_rates_has_a_curve_of_its_own(tmp_path):
+    with TensorBoard(tmp_path, 0, rates=[1e-3, 1e-3, 0.03, 0.03]) as board:
+        board.scalars(10, {"loss": [1.0, 3.0, 5.0, np.nan]})
+        board.scalars(20, {"loss": [1.0, 2.0, np.nan, np.nan]})
+        board.session_end("finished", {"test/loss": [1.0, 2.0]}, 20)  # of the chosen rate alone
+    assert points(tmp_path / "lr=0.001", "loss") == [(10, 2.0), (20, 1.5)]
+    assert points(tmp_path / "lr=0.03", "loss") == [(10, 5.0)]
+    assert points(tmp_path, "loss") == [(10, 3.0), (20, 1.5)]
+    assert points(tmp_path, "test/loss") == [(20, 1.5)]
+    assert read(tmp_path / "lr=0.001").Tags()["scalars"] == ["loss"]
+
+
+def test_a_single_learning_rate_has_none(tmp_path):
+    with TensorBoard(tmp_path, 0, rates=[1e-3, 1e-3]) as board:
+        board.scalars(10, {"loss": [1.0, 3.0]})
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["high", "low"]
+
+
 def test_steps_beyond_the_checkpoint_are_dropped_after_a_crash(tmp_path):
     with TensorBoard(tmp_path, 0) as board:
         for step in (10, 20, 30, 40):

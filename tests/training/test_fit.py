@@ -3,13 +3,16 @@
 import os
 import signal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from seqlab.tasks.mqar import MQAR
 from seqlab.training.checkpoints import Checkpoints
 from seqlab.training.fit import Schedule, fit
-from seqlab.training.program import ALIVE
+from seqlab.training.program import ALIVE, UNSOLVED
+from seqlab.training.stopping import StopRequest
 
 SCHEDULE = Schedule(chunk=3, eval_every=4, eval_batches=1, checkpoint_every=6)
 BOUNDARIES = [3, 4, 6, 8]
@@ -20,12 +23,12 @@ class Session:
 
     def __init__(self, program, task, directory, schedule=SCHEDULE, rates=(0.01, 0.02), signals=None):
         self.records, self.signals = {}, dict(signals or {})
-        with Checkpoints(directory) as checkpoints:
+        with Checkpoints(directory) as checkpoints, StopRequest() as stop:
             start = program.init(np.array([3, 5]), np.array(rates))
             restored = checkpoints.restore(start)
             states, self.seconds_before = restored or (start, 0.0)
             self.first_step = int(states.step[0])
-            self.fitted = fit(program, task, states, schedule, checkpoints, self.record, self.seconds_before)
+            self.fitted = fit(program, task, states, schedule, checkpoints, self.record, stop, self.seconds_before)
         self.saved = sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
 
     def record(self, step, values):
@@ -75,10 +78,34 @@ def test_a_run_taken_up_again_is_the_uninterrupted_one_to_the_bit(
     assert second.fitted.train_seconds > second.seconds_before > 0
 
 
-def test_a_signal_at_the_last_step_comes_too_late(program, task, tmp_path):
+@pytest.mark.parametrize("part", ["key", "opt_state", "step"])
+def test_a_part_left_out_of_the_checkpoint_would_be_noticed(
+    program, task, whole, differences, tmp_path, monkeypatch, part
+):
+    """The comparison of the test above, with a checkpoint that gives zeros in the place of a part."""
+    restore = Checkpoints.restore
+
+    def forgetful(checkpoints, like):
+        states, seconds = restore(checkpoints, like)
+        content = jax.random.key_data(states.key) if part == "key" else getattr(states, part)
+        zeros = jax.tree.map(jnp.zeros_like, content)
+        return states.replace(**{part: jax.random.wrap_key_data(zeros) if part == "key" else zeros}), seconds
+
+    first = Session(program, task, tmp_path, signals={4: [signal.SIGTERM]})
+    monkeypatch.setattr(Checkpoints, "restore", forgetful)
+    second = Session(program, task, tmp_path)
+    assert first.records | second.records != whole.records
+    assert differences(second.fitted.states, whole.fitted.states)
+
+
+def test_a_signal_at_the_last_step_leaves_nothing_but_the_measuring_to_do(program, task, whole, tmp_path, differences):
     session = Session(program, task, tmp_path, signals={8: [signal.SIGINT]})
-    assert session.fitted.status == "finished"
+    assert (session.fitted.status, session.fitted.step, session.fitted.validation) == ("interrupted", 8, {})
     assert session.saved == [6, 8]
+    again = Session(program, task, tmp_path)
+    assert (again.fitted.status, again.records) == ("finished", {})
+    assert not differences(again.fitted.states, whole.fitted.states)
+    assert not differences(again.fitted.validation, whole.fitted.validation)
 
 
 def test_a_second_signal_is_not_held_back(program, task, tmp_path):
@@ -113,6 +140,27 @@ def test_a_loss_is_past_its_target_below_it(program, task, tmp_path, monkeypatch
     assert session.fitted.step == stop
 
 
+def test_a_member_has_solved_the_task_at_its_first_validation_past_the_bar(program, task, tmp_path, whole, monkeypatch):
+    """The loss is below the lower of both members' at step 8, at step 8 only."""
+    monkeypatch.setattr(MQAR, "main_metric", "loss")
+    monkeypatch.setattr(MQAR, "higher_is_better", False)
+    losses = np.array([np.frombuffer(whole.records[step, "valid/loss"], np.float32) for step in (4, 8)])
+    assert (losses[1] < losses[0]).all()
+
+    def solved_at(name, bar):
+        schedule = Schedule(**{**vars(SCHEDULE), "solved": bar})
+        first = Session(program, task, tmp_path / name, schedule, signals={6: [signal.SIGTERM]})
+        assert first.fitted.status == "interrupted"  # what was solved before is remembered
+        return Session(program, task, tmp_path / name, schedule).fitted.states.solved_at.tolist()
+
+    assert solved_at("easy", 1e9) == [4, 4]
+    assert solved_at("never", 0.0) == [UNSOLVED, UNSOLVED]
+    bar = float(losses.max(axis=1)[1])  # at which step 8 is, and at step 4 whoever was there already
+    expected = [4 if loss <= bar else 8 for loss in losses[0]]
+    assert solved_at("between", bar) == expected
+    assert 8 in expected
+
+
 def test_a_target_waits_for_every_member(program, task, tmp_path, whole):
     scores = np.frombuffer(whole.records[4, "valid/loss"], np.float32)
     assert scores[0] != scores[1]
@@ -131,11 +179,11 @@ def test_a_target_waits_for_every_member(program, task, tmp_path, whole):
 def test_one_diverged_member_does_not_end_the_run_and_all_of_them_do(program, task, tmp_path):
     one = Session(program, task, tmp_path / "one", rates=(0.01, np.inf))
     assert (one.fitted.status, one.fitted.step) == ("finished", 8)
-    assert one.fitted.states.diverged_at.tolist() == [ALIVE, 1]  # the warm-up's step 0 makes its parameters inf * 0
+    assert one.fitted.states.diverged_at.tolist() == [ALIVE, 0]  # the warm-up's step 0 makes its parameters inf * 0
 
     both = Session(program, task, tmp_path / "both", rates=(np.inf, np.inf))
     assert (both.fitted.status, both.fitted.step) == ("diverged", 3)
-    assert both.fitted.states.diverged_at.tolist() == [1, 1]
+    assert both.fitted.states.diverged_at.tolist() == [0, 0]
     assert both.saved == [3]
     again = Session(program, task, tmp_path / "both", rates=(np.inf, np.inf))
     assert (again.fitted.status, again.fitted.step, again.records) == ("diverged", 3, {})
