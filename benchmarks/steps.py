@@ -172,33 +172,11 @@ def scored_positions(rounds: int) -> list[Table]:
     return [ratios(f"Loss and gradient, {' '.join(overrides)}", take_turns(candidates, rounds))]
 
 
-def populations(rounds: int) -> list[Table]:
-    steps, members = 5, 4
-
-    def compare(model: str) -> Table:
-        task, program = composed(f"model={model}")
-
-        def advance(states: TrainState) -> TrainState:
-            return program.advance(states, task, jnp.int32(steps))[0]
-
-        def one_by_one(each: list[TrainState]) -> list[TrainState]:
-            return [advance(states) for states in each]
-
-        candidates = {
-            "population of 4": advancing(advance, population(program, members)),
-            "4 single runs": advancing(one_by_one, [population(program, 1) for _ in range(members)]),
-        }
-        return ratios(f"A member's step, model={model}", take_turns(candidates, rounds, steps * members))
-
-    return [compare(model) for model in ("gru", "ssm", "transformer")]
-
-
 BENCHMARKS = {
     "fused_steps": fused_steps,
     "sampling": sampling,
     "scans": scans,
     "scored_positions": scored_positions,
-    "populations": populations,
     "second_start": second_start,
 }
 

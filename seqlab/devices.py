@@ -110,12 +110,12 @@ def scan(length: int = 1024) -> str:
 
 def train(model: str) -> str:
     """Two steps of a tiny one on associative recall, built as `python -m seqlab.run` builds it."""
+    # on a CPU compiling would take most of the time, and little can go wrong
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
     with initialize_config_dir(CONFIG_PATH, version_base="1.3"):
         config = compose("config", [f"model={model}", "population.seeds=2", *TINY])
         fill_pattern(config)
     task, program = build(Job(config, {"model": model, "task": "mqar", "measure": "recall"}, Path(), ""))
-    # on a CPU compiling would take most of the time, and little can go wrong
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
     states = program.init(np.arange(2), np.full(2, program.optimizer.learning_rate))
     program, advance = program.compiled(states, task)
     losses = []

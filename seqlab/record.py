@@ -102,9 +102,9 @@ def add_tuning(results: Results, task: Task, fitted: Fitted) -> None:
         results["tuning"] = tuned(results["tuning"], by_rate)
 
 
-def add_measures(results: Results, job: Job, task: Task, program: Program, fitted: Fitted) -> None:
+def add_measures(results: Results, job: Job, task: Task, fitted: Fitted) -> None:
     """Runs the task's measures and the controls on the trained population."""
-    key = jax.random.key(MEASURE_KEY)
+    key, program = jax.random.key(MEASURE_KEY), fitted.program
     curves: dict[str, Curve] = {}
     for measure in job.config.measure.values():
         curves |= program.measure(instantiate(measure), fitted.states, task, key, program.compute_dtype)

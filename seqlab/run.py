@@ -74,7 +74,7 @@ def run(job: Job) -> int:
         if not writer:
             output = Path(held.enter_context(TemporaryDirectory()))
             held.enter_context(redirect_stderr(StringIO()))
-        say(opening_line(job, results))
+        say(f"{opening_line(job, results)}{program.layout.said}")
         try:
             with StopRequest() as stop:
                 train_and_measure(job, task, program, results, stop, output)
@@ -185,7 +185,7 @@ def train_and_measure(
             add_training(results, fitted)
             add_tuning(results, task, fitted)
             if fitted.status != "interrupted":
-                add_measures(results, job, task, program, fitted)
+                add_measures(results, job, task, fitted)
                 report(results, board, fitted.step)
 
 

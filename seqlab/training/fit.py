@@ -56,6 +56,8 @@ class Schedule:
 class Fitted:
     """How training ended."""
 
+    program: Program
+    """Which trains no more members at once than fit the memory."""
     states: TrainState
     step: int
     status: Status
@@ -114,7 +116,7 @@ def fit(
             checkpoints.check()
             boundary = schedule.next_boundary(step, program.steps)
             chunk_start = time.perf_counter()
-            states, metrics = advance(states, task, jnp.int32(boundary - step))
+            states, metrics = advance(states, task, np.int32(boundary - step))
             metrics = jax.device_get(metrics)
             chunk_seconds += time.perf_counter() - chunk_start
             step, scores = boundary, {}
@@ -135,6 +137,7 @@ def fit(
     stop.signal = agree(stop.signal or 0) or None
     interrupted = stop.signal is not None
     return Fitted(
+        program=program,
         states=states,
         step=step,
         status="interrupted" if interrupted else "finished" if alive.any() else "diverged",

@@ -101,10 +101,9 @@ class Layout:
 
     @property
     def said(self) -> str:
-        """For the line that a run begins with; nothing where there is one device."""
+        """For the end of the line that a run begins with; nothing where there is one device."""
         idle = jax.device_count() - self.devices
-        mesh = f" ({self})" if self.devices > 1 else ""
-        return mesh + (f", {idle} of them idle" if idle else "")
+        return (f"; {self}" if self.devices > 1 else "") + (f"; {idle} devices idle" if idle else "")
 
     @cached_property
     def mesh(self) -> Mesh | None:

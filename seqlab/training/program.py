@@ -201,6 +201,14 @@ class Program:
             )
         return fitting[-1]
 
+    def each_member(self, look: Callable[[Any], Any], width: int) -> Callable[[Any], Any]:
+        """`look` at each of so many members, whose axis comes first."""
+        if width > 1:
+            return jax.vmap(look, spmd_axis_name=self.layout.member_axis)
+
+        # products over a batch of one are slower than products: Mamba's on a CPU more than twice
+        return lambda one: jax.tree.map(lambda x: x[None], look(jax.tree.map(lambda x: x[0], one)))
+
     def each_group(self, look: Callable[[nnx.State], Any], params: nnx.State) -> Any:
         """What `look` sees in all members' parameters, of which it gets those of one group after another.
 
@@ -221,13 +229,15 @@ class Program:
         One group of members (as in `each_group`) takes all its steps before the next begins, in the place of its old
         states: what a step needs of memory is there for one group.
         """
-        one_step = jax.vmap(self.train_step, in_axes=(0, None), spmd_axis_name=self.layout.member_axis)
+        members = len(states.step)
+        width = self.width(members)
+        one_step = self.each_member(partial(self.train_step, task=task), width)
         names = [*self.loss_names(task), "gradient_norm"]
 
         def one_group(states: TrainState) -> tuple[TrainState, Metrics]:
             def body(_, carry):
                 states, totals = carry
-                states, metrics = one_step(states, task)
+                states, metrics = one_step(states)
                 return states, jax.tree.map(jnp.add, totals, metrics)
 
             return jax.lax.fori_loop(0, steps, body, (states, {name: jnp.zeros(states.step.shape) for name in names}))
@@ -238,8 +248,6 @@ class Program:
                 lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, g, 1), carry, one_group(groups)
             )
 
-        members = len(states.step)
-        width = self.width(members)
         if width == members:
             states, totals = one_group(states)
         else:
@@ -251,10 +259,12 @@ class Program:
         return self.layout.constrain(states), self.layout.repeat(means)
 
     def compiled(self, states: TrainState, task: Task) -> tuple["Program", Compiled]:
-        """`advance` compiled for these arguments, and the program that it is of: without `max_parallel` this one, or
-        where that is more than the device's memory holds, one that trains fewer members at once.
+        """`advance` compiled for these arguments, and the program that it is of. Without `max_parallel` it trains all
+        members at once, or as many as the device's memory holds; on a CPU, which one member keeps busy, one at a time.
         """
         program = self
+        if self.max_parallel is None and jax.default_backend() == "cpu":
+            program = replace(self, max_parallel=self.layout.population)
         while True:
             width = program.width(len(states.step))
             narrower = [n for n in divisors(len(states.step)) if 2 * n <= width and n % self.layout.population == 0]
@@ -273,12 +283,11 @@ class Program:
     def evaluate(self, states: TrainState, task: Task, key: PRNGKey, batches: int, split: Split) -> Metrics:
         """Mean metrics [P] over `batches` batches of a split, the same examples for every member."""
 
+        width = self.width(len(states.step))
+
         def one_batch(params: nnx.State, key: PRNGKey) -> Metrics:
             batch = self.layout.spread(task.sample(key, self.batch_size, split))
-            score = jax.vmap(
-                lambda params: self.score(params, task, batch, None)[1], spmd_axis_name=self.layout.member_axis
-            )
-            return score(params)
+            return self.each_member(lambda params: self.score(params, task, batch, None)[1], width)(params)
 
         def one_group(params: nnx.State) -> Metrics:
             metrics = jax.lax.map(partial(one_batch, params), jax.random.split(key, batches))
@@ -291,7 +300,6 @@ class Program:
         self, measure: Measure, states: TrainState, task: Task, key: PRNGKey, dtype: str = "float32"
     ) -> dict[str, Curve]:
         """A measure of each member: `Curve.values` has the member axis first."""
-        look = jax.vmap(
-            lambda params: measure(self.model(params, dtype), task, key), spmd_axis_name=self.layout.member_axis
-        )
+        width = self.width(len(states.step))
+        look = self.each_member(lambda params: measure(self.model(params, dtype), task, key), width)
         return self.layout.repeat(self.each_group(look, states.params))

@@ -92,10 +92,17 @@ def test_a_width_below_the_devices_is_refused(program):
         replace(program, max_parallel=2, layout=Layout(population=4)).width(12)
 
 
+def test_a_cpu_trains_one_member_at_a_time(program, task):
+    states = jax.eval_shape(program.init, np.array([3, 5]), np.full(2, 0.01))
+    assert program.compiled(states, task)[0] == replace(program, max_parallel=1)
+    assert replace(program, max_parallel=2).compiled(states, task)[0].max_parallel == 2
+
+
 def test_the_widest_group_that_fits_is_compiled_once_and_is_the_one_that_is_trained(
     program, task, pairs, differences, monkeypatch
 ):
     asked = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
 
     def fits(compiled, most):
         asked.append(bytes_needed(compiled))

@@ -164,7 +164,7 @@ def on_eight_devices():
 
     task = MQAR(length=16, pairs=2, vocab_size=16)
     build = partial(SequenceModel, 16, width=16, depth=2, mixer=partial(Attention, heads=4), mlp=MLP)
-    plain = Program(build, AdamW(1e-2), steps=10, batch_size=16)
+    plain = Program(build, AdamW(1e-2), steps=10, batch_size=16, max_parallel=8)
     programs = {"one": plain} | {name: replace(plain, layout=layout) for name, layout in LAYOUTS.items()}
     programs["all in groups and parts"] = replace(programs["all"], max_parallel=4, accumulation=2)
     found = {}
@@ -263,7 +263,8 @@ def start():
     yield start
     for process in started:  # a test that fails leaves none behind
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stderr.close()
 
 
 def ended(process, code):
