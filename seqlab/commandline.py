@@ -121,7 +121,7 @@ def _unknown_name() -> str | None:
             value = override.value()
             for choice in value.list if isinstance(value, ChoiceSweep) else [value]:
                 if choice is not None and choice not in choices:
-                    return f"{group}={choice} is unknown; {_nearest(str(choice), choices)}"
+                    return f"{group}={choice} is unknown; {nearest_name(str(choice), choices)}"
                 valid.append(f"{group}={'null' if choice is None else choice}")
         keys = [key for key, _ in leaves(OmegaConf.to_container(compose("config", valid)))]
     branches = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
@@ -131,11 +131,11 @@ def _unknown_name() -> str | None:
             return "pattern= is a word of model=hybrid"
         if override.is_add() or key.startswith("hydra") or key in {*GROUPS, *keys, *branches}:
             continue
-        return f"{key} is unknown; {_nearest(key, [*GROUPS, *keys])}"
+        return f"{key} is unknown; {nearest_name(key, [*GROUPS, *keys])}"
     return None
 
 
-def _nearest(name: str, valid: list[str]) -> str:
+def nearest_name(name: str, valid: list[str]) -> str:
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     if not near:
         near = [v for v in valid if v.rsplit(".")[-1] == name.rsplit(".")[-1]]
@@ -191,7 +191,9 @@ def fill_pattern(config: DictConfig) -> None:
     models = [m for m in GlobalHydra.instance().config_loader().get_group_options("model") if m != "hybrid"]
     for name in [*names, *config.model.parts]:
         if name not in models:
-            raise ValueError(f"pattern={_text(names)}: {name} is no model of its own; {_nearest(str(name), models)}")
+            raise ValueError(
+                f"pattern={_text(names)}: {name} is no model of its own; {nearest_name(str(name), models)}"
+            )
     parts = {name: compose("config", [f"model={name}"]).model for name in dict.fromkeys(names)}
     shared = set(config.model)
     for name, changes in config.model.parts.items():
@@ -203,7 +205,7 @@ def fill_pattern(config: DictConfig) -> None:
         own = {word: value for word, value in words.items() if word.split(".")[0] not in shared}
         for word, value in asked.items():
             if word not in own:
-                raise ValueError(f"model.parts.{name}.{word} is unknown; {_nearest(word, list(own))}")
+                raise ValueError(f"model.parts.{name}.{word} is unknown; {nearest_name(word, list(own))}")
             _check_kind(f"model.parts.{name}.{word}", value, own[word])
         parts[name] = OmegaConf.merge(parts[name], changes)
     with open_dict(config):

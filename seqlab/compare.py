@@ -76,8 +76,9 @@ def print_table(runs: dict[str, Results]) -> None:
         broken = [control for control, outcome in results["controls"].items() if not outcome["holds"]]
         cells = outcome(results)
         metric = results["tuning"]["metric"].replace("_", " ")
+        fitted = results["match"]
         table.add_row(
-            name,
+            name + (f"\n(fitted: model.{fitted['by']}={fitted['value']})" if fitted else ""),
             results["status"],
             f"{len(judged(results))} of {len(results['members'])}",
             cells["main metric"] if cells["main metric"] == "-" else f"{metric} {cells['main metric']}",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from seqlab.commandline import Job, leaves, part_of_the_run
 
@@ -37,7 +38,7 @@ def check_directory(job: Job) -> None:
             os.close(lock)
     if job.config.overwrite or not file.exists():
         return
-    before, now = (dict(leaves(OmegaConf.to_container(tree))) for tree in (OmegaConf.load(file), resolved(job)))
+    before, now = (dict(leaves(OmegaConf.to_container(tree))) for tree in (saved(job.directory), resolved(job)))
     before.pop(DATA, None)
     changed = [f"{k} was {before.get(k)} and is {now.get(k)}" for k in {**before, **now} if before.get(k) != now.get(k)]
     if changed:
@@ -94,8 +95,24 @@ def prepare_directory(job: Job, task: "Task") -> None:
             OmegaConf.save(config, unfinished)
             unfinished.replace(file)  # whole or not at all
             return
-    if OmegaConf.select(OmegaConf.load(file), DATA) != config[DATA]:
+    if OmegaConf.select(saved(job.directory), DATA) != config[DATA]:
         raise ValueError(f"{job.directory} was trained on other data than its task holds now; use overwrite=true")
+
+
+def saved(directory: Path) -> DictConfig:
+    """The configuration that a run was made with.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    file = directory / CONFIG_FILE
+    try:
+        config = OmegaConf.load(file)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is damaged ({type(error).__name__}); use overwrite=true to start anew") from error
+    if not isinstance(config, DictConfig) or not config:
+        raise ValueError(f"{file} is damaged (it says nothing); use overwrite=true to start anew")
+    return config
 
 
 @contextmanager

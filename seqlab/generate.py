@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from omegaconf import DictConfig, OmegaConf
 
 from seqlab.commandline import OK, REFUSED, Job
-from seqlab.directory import CONFIG_FILE, DATA, digest
+from seqlab.directory import CONFIG_FILE, DATA, digest, saved
 from seqlab.model import SequenceModel
 from seqlab.record import members
 from seqlab.run import build, use_compilation_cache
@@ -105,7 +105,8 @@ def load(directory: Path, member: int) -> tuple[SequenceModel, Task]:
     file = directory / CONFIG_FILE
     if not file.exists():
         raise ValueError(f"{directory} is no run: it has no {CONFIG_FILE}; train one with python -m seqlab.run")
-    config = OmegaConf.load(file)
+    here = {"mesh": {"population": 1, "data": 1, "model": 1}, "population": {"max_parallel": 1}}  # whatever it was then
+    config = OmegaConf.merge(saved(directory), here)
     assert isinstance(config, DictConfig)
     job = Job(config, {"model": "", "task": ""}, directory, "")
     task, program = build(job)

@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from seqlab.commandline import GROUPS, Job, fill_pattern, leaves
+from seqlab.commandline import GROUPS, Job, fill_pattern, leaves, nearest_name
 
 WORDS = ("width", "state_size")
 LARGEST = 2**20
@@ -87,8 +87,9 @@ def reference(to: Any, typed: list) -> DictConfig | None:
         return None
     models = GlobalHydra.instance().config_loader().get_group_options("model")
     if to not in models:
-        named = "" if to is None else to
-        raise ValueError(f"match.to={named} is no number and no model; use one of {', '.join(models)}")
+        if to is None:
+            raise ValueError(f"match.to= is missing; use a number or one of {', '.join(models)}")
+        raise ValueError(f"match.to={to} is no number and no model; {nearest_name(str(to), models)}")
     typed = [o for o in typed if o.key_or_group != "model" and o.key_or_group.split(".")[0] != "match"]
     choices = [o.input_line for o in typed if o.key_or_group in GROUPS]
     plain = compose("config", [f"model={to}", *choices])

@@ -1,5 +1,6 @@
 """What a run has to say, as `results.json` and TensorBoard record it: known before training, after it, and measured."""
 
+import math
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ from seqlab.reporting.tuning import grid, of_judged, tuned, untuned
 from seqlab.tasks.base import Task
 from seqlab.training.fit import Fitted
 from seqlab.training.program import ALIVE, UNSOLVED, Program
+from seqlab.training.stopping import StopRequest
 from seqlab.types import Curve
 
 MEASURE_KEY = 1
@@ -33,7 +35,7 @@ def members(job: Job) -> list[tuple[float, int]]:
     config = job.config
     rates = list(config.population.learning_rates)
     seeds = range(config.seed, config.seed + config.population.seeds)
-    if not rates or not all(isinstance(rate, int | float) and rate > 0 for rate in rates):
+    if not rates or not all(isinstance(rate, int | float) and 0 < rate < math.inf for rate in rates):
         raise ValueError(f"population.learning_rates={rates}: use one positive number or more, as in [0.001,0.003]")
     if len(set(rates)) < len(rates):
         raise ValueError(f"population.learning_rates={rates} has a rate twice; use population.seeds for more of one")
@@ -102,12 +104,18 @@ def add_tuning(results: Results, task: Task, fitted: Fitted) -> None:
         results["tuning"] = tuned(results["tuning"], by_rate)
 
 
-def add_measures(results: Results, job: Job, task: Task, fitted: Fitted) -> None:
-    """Runs the task's measures and the controls on the trained population."""
+def add_measures(results: Results, job: Job, task: Task, fitted: Fitted, stop: StopRequest) -> None:
+    """Runs the task's measures and the controls on the trained population.
+
+    Raises:
+        StoppedError: a signal came in between.
+    """
     key, program = jax.random.key(MEASURE_KEY), fitted.program
     curves: dict[str, Curve] = {}
     for measure in job.config.measure.values():
+        stop.check()
         curves |= program.measure(instantiate(measure), fitted.states, task, key, program.compute_dtype)
+    stop.check()
     alive = np.asarray(fitted.states.diverged_at) == ALIVE
     results["measures"] = {
         name: {"axes": dict(curve.axes), "values": of_the_living(curve.values, alive)}
@@ -119,6 +127,7 @@ def add_measures(results: Results, job: Job, task: Task, fitted: Fitted) -> None
 
     expected = controls.expected(program.abstract_model, task.length)
     found = program.measure(controls.Controls(), fitted.states, task, key)
+    stop.check()
     for name, expectation in expected.items():
         values = np.asarray(found[name].values)[alive].tolist()
         if not values:  # there is no member to control
@@ -164,6 +173,7 @@ def hyperparameters(job: Job, results: Results) -> dict[str, Any]:
         if key.split(".")[0] in ("task", "model", "match", "train", "optimizer", "population", "seed", "scan")
         and ".build" not in key
         and "_target_" not in key
+        and not (key == "optimizer.learning_rate" and len(results["tuning"]["learning_rates"]) > 1)  # it is in the grid
     }
     choices = {group: choice for group, choice in job.choices.items() if group not in ("measure", "mesh", "experiment")}
     return choices | plain | {name: results["cost"][name] for name in ("parameters", "state_bytes", "flops_per_token")}

@@ -62,6 +62,7 @@ def run(job: Job) -> int:
     from seqlab.training.stopping import StoppedError, StopRequest
 
     with ExitStack() as held:
+        stop = held.enter_context(StopRequest())
         with refusals():
             task, program = build(job)
             results = blank_results(job, task, program)
@@ -76,10 +77,9 @@ def run(job: Job) -> int:
             held.enter_context(redirect_stderr(StringIO()))
         say(f"{opening_line(job, results)}{program.layout.said}")
         try:
-            with StopRequest() as stop:
-                train_and_measure(job, task, program, results, stop, output)
+            train_and_measure(job, task, program, results, stop, output)
         except StoppedError as stopped:
-            say(f"stopped by signal {stopped.signal}; the same command goes on from the last checkpoint")
+            say(f"{stopped}; the same command goes on from the last checkpoint")
             for part in (results, *results["members"]):
                 part["status"] = "interrupted"
         except RefusedError:
@@ -185,7 +185,7 @@ def train_and_measure(
             add_training(results, fitted)
             add_tuning(results, task, fitted)
             if fitted.status != "interrupted":
-                add_measures(results, job, task, fitted)
+                add_measures(results, job, task, fitted, stop)
                 report(results, board, fitted.step)
 
 

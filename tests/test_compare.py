@@ -127,9 +127,9 @@ def test_runs_of_several_tasks_compete_over_those_that_both_ran(tmp_path, capsys
     assert main([str(tmp_path)]) == 0
     table = rows(capsys.readouterr().out)
     # in the order of the paths: gru, ssm, rnn; then the mean over both tasks
-    assert table["ssm train.steps=9"] == ["0.5 [0.5, 0.5]", "", "1 [1, 1]", "0.5 [0.5, 0.5]"]
+    assert table["ssm steps=9"] == ["0.5 [0.5, 0.5]", "", "1 [1, 1]", "0.5 [0.5, 0.5]"]
     # each task is resampled on its own, and within each its members are the same
-    assert table["gru train.steps=9"] == ["", "0.5 [0.5, 0.5]", "1 [1, 1]", "0.5 [0.5, 0.5]"]
+    assert table["gru steps=9"] == ["", "0.5 [0.5, 0.5]", "1 [1, 1]", "0.5 [0.5, 0.5]"]
     assert table["rnn"] == ["0 [0, 0]", "0 [0, 0]", "", "-"]  # over roles alone
 
 

@@ -23,7 +23,7 @@ def _optimizations_stay_on():
 def test_all_is_well_here(capsys):
     assert devices.report(devices.machine()) == 0
     said = capsys.readouterr().out
-    assert said.count("│ ok ") == len(devices.machine()) == 6
+    assert sum(" ok " in line for line in said.splitlines()) == len(devices.machine()) == 6
     assert "cpu: 1 x cpu" in said
     assert "one device, no mesh" in said
     assert "GFLOP/s" in said
@@ -77,4 +77,4 @@ def test_the_command_checks_every_model_and_spreads_them_over_the_devices():
     models = [path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")]
     assert all(f"train {model} " in done.stdout for model in models)
     assert "population 1 x data 2 x model 1" in done.stdout
-    assert done.stdout.count("│ ok ") == len(models) + 6
+    assert sum(" ok " in line for line in done.stdout.splitlines()) == len(models) + 6

@@ -123,7 +123,7 @@ def test_without_a_match_the_job_stays_as_it_is(command, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("model=gru match=parameters", "match.to= is no number and no model; use one of attention"),
+        ("model=gru match=parameters", "match.to= is missing; use a number or one of attention"),
         ("model=gru match=parameters match.to=transformr", "match.to=transformr is no number and no model"),
         ("model=gru match=parameters match.to=-5", "match.to=-5 must be positive"),
         ("model=gru match=parameters match.to=true", "match.to=True is no number"),

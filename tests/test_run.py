@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from seqlab.reporting.results import KEYS, read_results
 from seqlab.reporting.tensorboard import TensorBoard
+from seqlab.training.program import Program
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -147,6 +148,45 @@ def test_a_directory_of_another_configuration_is_refused_by_key_and_kept(command
     assert on_disk(copy) == before
 
 
+@pytest.mark.parametrize("content", [b"", b"model: [", b"\xff\xfe\x00"], ids=["empty", "cut", "binary"])
+def test_a_damaged_configuration_is_named_and_kept(command, copy, content):
+    file = run_directory(copy) / "config.yaml"
+    file.write_bytes(content)
+    (run_directory(copy) / "results.json").unlink()
+    typed = command(RUN, copy)
+    assert typed.code == 2
+    (line,) = typed.lines
+    assert f"{file.relative_to(copy)} is damaged" in line and line.endswith("use overwrite=true to start anew")
+    assert file.read_bytes() == content
+
+
+def test_damaged_results_are_named(command, copy):
+    file = run_directory(copy) / "results.json"
+    file.write_text(json.dumps(read_results(run_directory(copy)) | {"tuning": None}))
+    typed = command(RUN, copy)
+    assert typed.code == 2
+    (line,) = typed.lines
+    assert "results.json is not a results file: its tuning are None" in line
+
+
+def test_a_signal_while_measuring_ends_as_interrupted(command, finished, copy, monkeypatch):
+    """Also one that comes where Python drops exceptions: the handler only leaves a note."""
+    (run_directory(copy) / "results.json").unlink()
+    measure = Program.measure
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return measure(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Program, "measure", interrupted)
+        typed = command(RUN, copy)
+    assert typed.code == 143
+    assert results_in(copy)["status"] == "interrupted"
+    assert command(RUN, copy).code == 0
+    assert numbers(results_in(copy)) == numbers(results_in(finished))
+
+
 def test_a_run_killed_before_its_results_were_written_measures_and_trains_no_more(command, finished, copy, monkeypatch):
     steps = []
     monkeypatch.setattr(TensorBoard, "scalars", lambda board, step, values: steps.append((step, *values)))
@@ -185,7 +225,7 @@ def test_an_interrupted_run_is_resumed_by_the_same_command(command, finished, tm
 
 
 def test_a_run_whose_members_all_diverge_ends_with_code_3(command, tmp_path):
-    line = f"{RUN} population.learning_rates=[inf]"
+    line = f"{RUN} population.learning_rates=[1e30]"
     assert command(line, tmp_path).code == 3
     results = results_in(tmp_path)
     assert results["status"] == "diverged"
@@ -198,7 +238,7 @@ def test_a_run_whose_members_all_diverge_ends_with_code_3(command, tmp_path):
 
 
 def test_one_diverged_member_is_reported_and_the_others_are_judged_without_it(command, finished, tmp_path):
-    line = f"{RUN} population.seeds=1 population.learning_rates=[0.003,inf]"
+    line = f"{RUN} population.seeds=1 population.learning_rates=[0.003,1e30]"
     assert command(line, tmp_path).code == 0
     results = results_in(tmp_path)
     assert results["status"] == "finished"

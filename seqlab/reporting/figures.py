@@ -150,7 +150,8 @@ def bar_figure(bars: Mapping[str, Members], y_label: str, references: Mapping[st
         axes.plot(i + offsets, members, linestyle="", marker="o", markersize=4, color="black", markeredgecolor="white")
     _references(axes, references)
     crowded = len(bars) * max(map(len, bars), default=0) > 60  # letters that fit side by side
-    axes.set_xticks(range(len(bars)), list(bars), rotation=30 if crowded else 0, ha="right" if crowded else "center")
+    words = [textwrap.fill(label, 18) if crowded else label for label in bars]
+    axes.set_xticks(range(len(bars)), words, rotation=30 if crowded else 0, ha="right" if crowded else "center")
     axes.set_ylabel(y_label)
     _legend(figure, axes)
     return figure

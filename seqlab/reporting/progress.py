@@ -14,10 +14,12 @@ from seqlab.reporting.results import Results
 from seqlab.reporting.statistics import Members, describe, spread
 from seqlab.reporting.tuning import EDGE, grid, judged, of_judged, outcome
 
+LOG_SECONDS = 60
+
 
 @final
 class TrainingProgress:
-    """A progress bar: step, loss, main metric, tokens a second and the time left; nothing where nobody watches.
+    """A progress bar: step, loss, main metric, tokens a second and the time left; in a log a line a minute.
 
     What is printed while it is open appears above the bar.
     """
@@ -25,7 +27,8 @@ class TrainingProgress:
     def __init__(self, steps: int, metric: str, tokens_per_step: int, first_step: int = 0):
         """Counts to `steps` from `first_step`, which is where a resumed run goes on."""
         self._metric, self._tokens_per_step = metric, tokens_per_step
-        self._step, self._since = first_step, time.perf_counter()
+        self._steps, self._step, self._since = steps, first_step, time.perf_counter()
+        self._watched, self._said = sys.stderr.isatty(), self._since
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -38,7 +41,7 @@ class TrainingProgress:
         self._progress = Progress(
             *columns,
             console=Console(stderr=True),
-            disable=not sys.stderr.isatty(),
+            disable=not self._watched,
             expand=True,
             speed_estimate_period=600,
         )
@@ -61,6 +64,9 @@ class TrainingProgress:
         loss, metric = (spread(values[f"train/{name}"]).mean for name in ("loss", self._metric))
         description = f"loss {loss:.3f}  {self._metric} {metric:.3f}  {_short(speed)} tokens/s"
         self._progress.update(self._task, completed=step, description=description)
+        if not self._watched and now - self._said >= LOG_SECONDS:
+            self._said = now
+            print(f"step {step:,} of {self._steps:,}  {description}", file=sys.stderr, flush=True)
 
 
 def print_summary(results: Results) -> None:

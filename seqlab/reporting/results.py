@@ -34,6 +34,9 @@ KEYS = {
 }
 PACKAGES = ("seqlab", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
+LONGEST = 44
+"""Characters of a label, of which a legend holds two or more beside each other."""
+
 log = logging.getLogger(__name__)
 
 
@@ -74,6 +77,9 @@ def read_results(directory: Path) -> Results:
         raise ValueError(f"{path} is not valid JSON ({error}); delete it and run its command again") from None
     if not isinstance(results, dict) or set(results) != set(KEYS):
         raise ValueError(f"{path} is not a results file: it must have exactly the keys {', '.join(KEYS)}")
+    for key in ("members", "tuning", "measures", "controls", "cost"):
+        if not isinstance(results[key], list if key == "members" else dict):
+            raise ValueError(f"{path} is not a results file: its {key} are {results[key]!r:.40}")
     return results
 
 
@@ -90,12 +96,17 @@ def find_results(root: Path) -> list[tuple[str, Results]]:
 
 
 def labels(runs: Sequence[str]) -> list[str]:
-    """What tells runs apart: of their names `task/model/key=value,key=value`, the words that they do not all share."""
+    """What tells runs apart, short enough for a legend: of their names `task/model/key=value,key=value` the words that
+    they do not all share."""
     words = [re.split(r"/|,(?=[\w.]+=)", run) for run in runs]
     shared = set.intersection(*map(set, words)) if len(runs) > 1 else {w for own in words for w in own if "=" in w}
     apart = [[word for word in own if word not in shared] for own in words]
     short = [" ".join(word for word in own if word != "defaults" or len(own) == 1) for own in apart]
-    return short if len(set(short)) == len(runs) and (all(short) or len(runs) == 1) else list(runs)
+    told_apart = len(set(short)) == len(runs) and (all(short) or len(runs) == 1)
+    plain = [re.sub(r"[\w.]+\.(?=\w+=)", "", label) for label in short]  # model.width=8 -> width=8
+    candidates = [*[plain] * (len(set(plain)) == len(runs)), short] if told_apart else []
+    chosen = next(iter(candidates), list(runs))
+    return [label if len(label) <= LONGEST else f"{label[: LONGEST - 5]}... {i}" for i, label in enumerate(chosen, 1)]
 
 
 def markdown(results: Results) -> str:

@@ -1,9 +1,11 @@
-"""The TensorBoard sink of a run, written with tensorboard's own event writer: no TensorFlow, no PyTorch."""
+"""The TensorBoard sink of a run, written with tensorboard's own record writer: no TensorFlow, no PyTorch."""
 
 # pyright: reportAttributeAccessIssue=false
 # The generated protobuf modules declare their classes at import only.
 
 import io
+import os
+import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,7 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from tensorboard.plugins.hparams.api_pb2 import Status
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from seqlab.reporting.results import STATUSES
 from seqlab.reporting.statistics import Members, spread
@@ -47,7 +49,7 @@ class TensorBoard:
         self._directory = directory
         self._first_step = first_step
         self._rates = np.asarray(rates)
-        self._writers: dict[str, EventFileWriter] = {}
+        self._writers: dict[str, RecordWriter] = {}
         self._writer("")
 
     def __enter__(self) -> "TensorBoard":
@@ -128,7 +130,7 @@ class TensorBoard:
         self.flush()
 
     def flush(self) -> None:
-        """Puts on disk what was written so far; due at each checkpoint, since by itself it happens every 120 s."""
+        """Puts on disk what was written so far; due at each checkpoint, which may know of nothing that is not there."""
         for writer in self._writers.values():
             writer.flush()
 
@@ -136,18 +138,25 @@ class TensorBoard:
         for writer in self._writers.values():
             writer.close()
 
-    def _writer(self, sibling: str) -> EventFileWriter:
+    def _writer(self, sibling: str) -> RecordWriter:
         if sibling not in self._writers:
-            writer = EventFileWriter(str(self._directory / sibling))
+            directory = self._directory / sibling
+            directory.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+            # written here and not, as by tensorboard's own EventFileWriter, in a thread, whose failures come late
+            writer = RecordWriter((directory / name).open("xb"))
             # TensorBoard drops what lies at the step of the START or beyond it, and the step of the checkpoint is kept.
             start = self._first_step + 1 if self._first_step else 0
             log = SessionLog(status=SessionLog.START)
-            writer.add_event(Event(wall_time=time.time(), step=start, session_log=log))
+            for event in (Event(file_version="brain.Event:2"), Event(step=start, session_log=log)):
+                event.wall_time = time.time()
+                writer.write(event.SerializeToString())
             self._writers[sibling] = writer
         return self._writers[sibling]
 
     def _write(self, sibling: str, step: int, summary: Summary) -> None:
-        self._writer(sibling).add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        event = Event(wall_time=time.time(), step=step, summary=summary)
+        self._writer(sibling).write(event.SerializeToString())
 
     def _scalar(self, sibling: str, step: int, tag: str, value: float | np.ndarray) -> None:
         self._write(sibling, step, Summary(value=[Summary.Value(tag=tag, simple_value=np.asarray(value).item())]))

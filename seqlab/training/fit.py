@@ -104,36 +104,35 @@ def fit(
     def reached(scores: Mapping[str, np.ndarray]) -> bool:
         return schedule.target is not None and bool(past(schedule.target, scores)[alive].all())
 
-    with stop.held():
-        compile_start = time.perf_counter()
-        program, advance = program.compiled(states, task)
-        start = time.perf_counter()
-        # A run that its target ended is over, also where a kill kept it from writing its results.
-        validated = step > 0 and step % schedule.eval_every == 0 and schedule.target is not None
-        scores = validate() if validated else {}
-        done = not alive.any() or (validated and reached(scores))
-        while step < program.steps and not done and not agree(stop.signal or 0):
-            checkpoints.check()
-            boundary = schedule.next_boundary(step, program.steps)
-            chunk_start = time.perf_counter()
-            states, metrics = advance(states, task, np.int32(boundary - step))
-            metrics = jax.device_get(metrics)
-            chunk_seconds += time.perf_counter() - chunk_start
-            step, scores = boundary, {}
-            record(step, {f"train/{name}": values for name, values in metrics.items()})
-            alive = np.asarray(states.diverged_at) == ALIVE
-            done = not alive.any()
-            if not done and (step % schedule.eval_every == 0 or step == program.steps):
-                scores = validate()
-                record(step, {f"valid/{name}": values for name, values in scores.items()})
-                done = reached(scores)
-                states = mark_solved(program, states, past(schedule.solved, scores), step)
-            if step % schedule.checkpoint_every == 0:
-                saved = step
-                checkpoints.save(step, states, train_seconds + time.perf_counter() - start)
-        if saved != step:
+    compile_start = time.perf_counter()
+    program, advance = program.compiled(states, task)
+    start = time.perf_counter()
+    # A run that its target ended is over, also where a kill kept it from writing its results.
+    validated = step > 0 and step % schedule.eval_every == 0 and schedule.target is not None
+    scores = validate() if validated else {}
+    done = not alive.any() or (validated and reached(scores))
+    while step < program.steps and not done and not agree(stop.signal or 0):
+        checkpoints.check()
+        boundary = schedule.next_boundary(step, program.steps)
+        chunk_start = time.perf_counter()
+        states, metrics = advance(states, task, np.int32(boundary - step))
+        metrics = jax.device_get(metrics)
+        chunk_seconds += time.perf_counter() - chunk_start
+        step, scores = boundary, {}
+        record(step, {f"train/{name}": values for name, values in metrics.items()})
+        alive = np.asarray(states.diverged_at) == ALIVE
+        done = not alive.any()
+        if not done and (step % schedule.eval_every == 0 or step == program.steps):
+            scores = validate()
+            record(step, {f"valid/{name}": values for name, values in scores.items()})
+            done = reached(scores)
+            states = mark_solved(program, states, past(schedule.solved, scores), step)
+        if step % schedule.checkpoint_every == 0:
+            saved = step
             checkpoints.save(step, states, train_seconds + time.perf_counter() - start)
-        checkpoints.wait()
+    if saved != step:
+        checkpoints.save(step, states, train_seconds + time.perf_counter() - start)
+    checkpoints.wait()
     stop.signal = agree(stop.signal or 0) or None
     interrupted = stop.signal is not None
     return Fitted(

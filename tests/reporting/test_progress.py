@@ -117,3 +117,13 @@ def test_the_whole_grid_is_shown_and_a_best_rate_at_its_edge_is_yellow(capfd):
     assert re.search(r"valid/accuracy at 0.001 +│ 0.75 \[0.75, 0.75\], chosen", shown)
     assert re.search(r"valid/accuracy at 0.003 +│ 0.5 \[0.5, 0.5\], 1 of 3 diverged", shown)
     assert "3 of 6 members" in shown and "0.75 [0.5, 1]" in shown
+
+
+def test_a_log_gets_a_line_a_minute(capsys, monkeypatch):
+    clock = iter((100.0, 130.0, 165.0, 170.0))
+    monkeypatch.setattr("seqlab.reporting.progress.time.perf_counter", lambda: next(clock))
+    with TrainingProgress(100, "accuracy", tokens_per_step=1000) as progress:
+        for step in (10, 20, 30):
+            progress.update(step, VALUES)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("step 20 of 100  loss ") and line.endswith("286 tokens/s")  # 10,000 tokens in 35 s

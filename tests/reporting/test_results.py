@@ -128,8 +128,10 @@ def test_reading_results_loads_no_jax():
         (["mqar/ssm/model.width=8,seed=1", "mqar/gru/model.width=8,seed=1"], ["ssm", "gru"]),
         (
             ["mqar/ssm/defaults", "mqar/ssm/population.learning_rates=[1,2]"],
-            ["defaults", "population.learning_rates=[1,2]"],
+            ["defaults", "learning_rates=[1,2]"],
         ),
+        (["ssm/a.width=1", "ssm/b.width=1"], ["a.width=1", "b.width=1"]),  # else they have one name
+        (["ssm/words=" + 60 * "x", "gru"], ["ssm words=" + 29 * "x" + "... 1", "gru"]),
         (
             ["ssm/seed=1", "ssm/seed=1,train.steps=9"],
             ["ssm/seed=1", "ssm/seed=1,train.steps=9"],
