@@ -237,11 +237,11 @@ def schedule(job: Job) -> "Schedule":
 
 
 def show(results: "Results", signal: int | None = None) -> int:
-    """Prints a summary; returns the exit code."""
+    """Prints a summary; returns the exit code, which tells a sweep too that a signal came, however late."""
     from seqlab.reporting.progress import print_summary
 
     print_summary(results)
-    return EXIT_CODES.get(results["status"], SIGNALLED + (signal or 0))
+    return EXIT_CODES[results["status"]] if signal is None else SIGNALLED + signal
 
 
 def opening_line(job: Job, results: "Results") -> str:

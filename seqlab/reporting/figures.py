@@ -142,16 +142,21 @@ def bar_figure(bars: Mapping[str, Members], y_label: str, references: Mapping[st
     Args:
         references: label -> height of a dashed line: chance, a ceiling.
     """
-    figure, axes = _axes({}, references)
-    for i, values in enumerate(bars.values()):
+    longest = max(map(len, bars), default=0)
+    crowded = len(bars) * longest > 60  # letters that fit side by side
+    in_legend = crowded and longest > 18
+    figure, axes = _axes(dict.fromkeys(bars, ()) if in_legend else {}, references)
+    for i, (label, values) in enumerate(bars.items()):
         members = np.atleast_1d(np.asarray(values, dtype=np.float64))
-        axes.bar(i, float(interquartile_mean(members).value), width=0.7, color=COLORS[i % len(COLORS)], alpha=0.6)
+        value, color = float(interquartile_mean(members).value), COLORS[i % len(COLORS)]
+        axes.bar(i, value, width=0.7, color=color, alpha=0.6, label=label if in_legend else None)
         offsets = np.linspace(-0.2, 0.2, len(members)) if len(members) > 1 else np.zeros(1)
         axes.plot(i + offsets, members, linestyle="", marker="o", markersize=4, color="black", markeredgecolor="white")
     _references(axes, references)
-    crowded = len(bars) * max(map(len, bars), default=0) > 60  # letters that fit side by side
-    words = [textwrap.fill(label, 18) if crowded else label for label in bars]
-    axes.set_xticks(range(len(bars)), words, rotation=30 if crowded else 0, ha="right" if crowded else "center")
+    if in_legend:
+        axes.set_xticks([])
+    else:
+        axes.set_xticks(range(len(bars)), list(bars), rotation=30 * crowded, ha="right" if crowded else "center")
     axes.set_ylabel(y_label)
     _legend(figure, axes)
     return figure

@@ -91,3 +91,11 @@ def test_measures_are_shown_of_the_members_with_the_chosen_rate():
     run = tuned_run([[0.1], [0.2], [0.9]], measures={"accuracy": {"axes": {}, "values": [0.25, 0.5, 0.75]}})
     (bar,) = measure_figures({"ssm": run})["accuracy"].axes[0].patches
     assert bar.get_height() == 0.75
+
+
+def test_bars_with_long_names_are_told_apart_in_the_legend(tmp_path):
+    names = [f"ssm width={width} learning_rate=0.00122960711" for width in range(9)]
+    figure = bar_figure({name: [0.1, 0.2] for name in names}, "accuracy", {"chance": 0.1})
+    figure.savefig(tmp_path / "bars.png")  # where what does not fit is a warning, which here is an error
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["chance", *names]
+    assert not figure.axes[0].get_xticklabels()
