@@ -3,6 +3,7 @@
 Exit code 0 where each line is ok, 1 where one FAILED; one that fails does not stop the rest.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -30,9 +31,15 @@ Check = Callable[[], str]
 
 
 def main() -> None:
-    use_compilation_cache()
     models = sorted(path.stem for path in (Path(CONFIG_PATH) / "model").glob("*.yaml"))
-    sys.exit(report({**machine(), **{f"train {model}": partial(train, model) for model in models}}))
+    parser = argparse.ArgumentParser(prog="python -m seqlab.devices", description="Does everything work here?")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="train these alone; none: all")
+    chosen = parser.parse_args().models or models
+    for model in chosen:
+        if model not in models:
+            parser.error(f"{model} is unknown; use {', '.join(models)}")
+    use_compilation_cache()
+    sys.exit(report({**machine(), **{f"train {model}": partial(train, model) for model in chosen}}))
 
 
 def machine() -> dict[str, Check]:

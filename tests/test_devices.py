@@ -63,18 +63,26 @@ def test_a_model_trains_two_steps_and_one_that_diverges_is_found(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_checks_every_model_and_spreads_them_over_the_devices():
+def test_the_command_trains_models_and_spreads_them_over_the_devices():
+    """Three of them: with all it takes two minutes, and tests/test_configs.py trains each."""
     env = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "COLUMNS": "160",
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "seqlab.devices"], env=env, capture_output=True, text=True, timeout=600, check=False
-    )
+    models = ["gru", "hybrid", "transformer"]
+    words = [sys.executable, "-m", "seqlab.devices", *models]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    models = [path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")]
     assert all(f"train {model} " in done.stdout for model in models)
     assert "population 1 x data 2 x model 1" in done.stdout
     assert sum(" ok " in line for line in done.stdout.splitlines()) == len(models) + 6
+
+
+def test_an_unknown_model_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["seqlab.devices", "gruu"])
+    with pytest.raises(SystemExit) as stop:
+        devices.main()
+    assert stop.value.code == 2
+    assert "gruu is unknown; use attention, " in capsys.readouterr().err

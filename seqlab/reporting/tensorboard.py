@@ -144,7 +144,7 @@ class TensorBoard:
             directory.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
             # written here and not, as by tensorboard's own EventFileWriter, in a thread, whose failures come late
-            writer = RecordWriter((directory / name).open("xb"))
+            writer = RecordWriter((directory / name).open("xb", buffering=0))
             # TensorBoard drops what lies at the step of the START or beyond it, and the step of the checkpoint is kept.
             start = self._first_step + 1 if self._first_step else 0
             log = SessionLog(status=SessionLog.START)

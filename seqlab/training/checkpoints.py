@@ -4,6 +4,7 @@ A checkpoint is the directory `<step>/`. It is written under another name, diges
 moment leaves a whole one or none.
 """
 
+import errno
 import json
 import logging
 import os
@@ -113,6 +114,7 @@ class Checkpoints:
             with writer_first() as writer:
                 if writer:
                     self._clear_away_unfinished()
+                    self._check_room(arrays)
             ocp.save(str(unfinished), arrays)
             with writer_first() as writer:
                 if writer:
@@ -123,6 +125,15 @@ class Checkpoints:
             reason = told or str(error).partition(" [")[0].rpartition(": ")[2]
             where = f"checkpoint {step} cannot be written to {self._directory}"
             raise OSError(f"{where}: {reason}; earlier ones are untouched") from error
+
+    def _check_room(self, arrays: dict[str, np.ndarray]) -> None:
+        """Raises OSError where there is no room; when Orbax finds that out, its abandoned tasks tell it at length."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        newest = max(self._steps(), default=0)
+        files = [path.stat() for path in (self._directory / str(newest)).rglob("*") if path.is_file()]
+        needed = max(sum(array.nbytes + 1024 for array in arrays.values()), sum(512 * file.st_blocks for file in files))
+        if shutil.disk_usage(self._directory).free < needed + 2**16:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _commit(self, step: int, unfinished: Path, arrays: dict[str, np.ndarray]) -> None:
         leaves = {name: [array.dtype.name, array.shape, _digest(array)] for name, array in arrays.items()}

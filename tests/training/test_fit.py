@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ class Session:
             self.records[step, name] = value.tobytes()
         for number in self.signals.pop(step, ()):
             os.kill(os.getpid(), number)
+            time.sleep(0.1)  # it may reach another thread first, and two that wait become one
 
     def steps_of(self, tag):
         return [step for step, name in self.records if name == tag]
