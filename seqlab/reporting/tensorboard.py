@@ -49,6 +49,9 @@ class TensorBoard:
         self._directory = directory
         self._first_step = first_step
         self._rates = np.asarray(rates)
+        if not first_step:  # nothing of a session before it counts; TensorBoard itself would keep its texts
+            for file in directory.rglob("events.out.tfevents.*"):
+                file.unlink()
         self._writers: dict[str, RecordWriter] = {}
         self._writer("")
 
