@@ -17,7 +17,8 @@ from rich.table import Table
 from benchmarks.timing import Goal, main, ratios, take_turns
 from seqlab.mixers.attention import Attention
 from seqlab.mixers.ssm import LRU
-from seqlab.model import MLP, SequenceModel
+from seqlab.mlp import MLP
+from seqlab.model import SequenceModel
 
 BATCH, LENGTH, VOCABULARY, WIDTH = 16, 256, 256, 128
 MIXERS = {"transformer": partial(Attention, heads=4), "ssm": partial(LRU, state_size=WIDTH)}

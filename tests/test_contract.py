@@ -17,7 +17,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from seqlab.measures.controls import expected
 from seqlab.mixers.base import NoStepError
-from seqlab.model import MLP, SequenceModel, packed
+from seqlab.mlp import MLP
+from seqlab.model import SequenceModel, packed
 
 B, T, PADDED, D, V = 2, 8, 12, 8, 11
 

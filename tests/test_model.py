@@ -13,7 +13,8 @@ from seqlab.mixers.attention import Attention
 from seqlab.mixers.base import Mixer, Recurrence
 from seqlab.mixers.rnn import GRU, LSTM, Elman
 from seqlab.mixers.ssm import LRU
-from seqlab.model import MLP, SequenceModel, SwiGLU, compute_in, drop
+from seqlab.mlp import MLP, SwiGLU
+from seqlab.model import SequenceModel, compute_in, drop
 from seqlab.positions import NoPosition, Sinusoidal
 from seqlab.rotary import RoPE
 from seqlab.types import Places, Stream

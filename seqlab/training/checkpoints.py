@@ -21,7 +21,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from seqlab.training.distributed import writer_first
-from seqlab.training.mesh import Layout
+from seqlab.training.mesh import ONE_DEVICE, Layout
 from seqlab.training.program import TrainState
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # where Orbax repeats, at length, what it raises
@@ -42,7 +42,7 @@ class Checkpoints:
     must share the directory, all call every method and the first one writes.
     """
 
-    def __init__(self, directory: Path, layout: Layout = Layout(), keep: int = 2):
+    def __init__(self, directory: Path, layout: Layout = ONE_DEVICE, keep: int = 2):
         self._directory, self._layout, self._keep = directory.absolute(), layout, keep
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None

@@ -11,7 +11,8 @@ from seqlab.measures.cost import count_flops, flops_per_token, parameters, state
 from seqlab.mixers.attention import Attention
 from seqlab.mixers.rnn import GRU, LSTM, Elman
 from seqlab.mixers.ssm import LRU
-from seqlab.model import MLP, SequenceModel
+from seqlab.mlp import MLP
+from seqlab.model import SequenceModel
 
 V, D, N, L = 13, 8, 6, 3
 

@@ -10,7 +10,8 @@ import pytest
 
 from seqlab.mixers.attention import Attention
 from seqlab.mixers.rnn import GRU
-from seqlab.model import MLP, SequenceModel
+from seqlab.mlp import MLP
+from seqlab.model import SequenceModel
 from seqlab.training import program as program_module
 from seqlab.training.memory import bytes_needed
 from seqlab.training.mesh import Layout

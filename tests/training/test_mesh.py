@@ -157,7 +157,8 @@ def test_half_an_address_is_refused(words, refusal):
 def on_eight_devices():
     """Prints, as JSON, what training on each layout gives; in a process of its own."""
     from seqlab.mixers.attention import Attention
-    from seqlab.model import MLP, SequenceModel
+    from seqlab.mlp import MLP
+    from seqlab.model import SequenceModel
     from seqlab.tasks.mqar import MQAR
     from seqlab.training.optimizer import AdamW
     from seqlab.training.program import Program

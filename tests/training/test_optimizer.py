@@ -13,7 +13,8 @@ from seqlab.mixers.attention import Attention
 from seqlab.mixers.base import Recurrence
 from seqlab.mixers.rnn import GRU, LSTM
 from seqlab.mixers.ssm import LRU
-from seqlab.model import MLP, SequenceModel
+from seqlab.mlp import MLP
+from seqlab.model import SequenceModel
 from seqlab.training.optimizer import AdamW, decayed
 
 STEPS, WARMUP_STEPS = 20, 4
